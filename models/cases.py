@@ -1,0 +1,187 @@
+"""Named training losses for tests, benchmarks and the command line (`models.cases:gpt_tiny`).
+
+A case is a function without arguments that returns `(loss, example_args)`: `loss(*args)` is a
+scalar to be differentiated with respect to argument 0, and `example_args` are pytrees of
+`jax.ShapeDtypeStruct`, so that describing even the large networks allocates nothing. `materialize`
+turns the shapes of a small case into arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import gpt, mlp, resnet
+from models import lstm as lstm_model
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+Factory = Callable[[], Case]
+
+CASES: dict[str, Factory] = {}
+"""Every case by the name of its function."""
+
+SMALL_CASES: tuple[str, ...] = (
+    "gpt_tiny",
+    "gpt_tiny_scan",
+    "gpt_blocks_scan_small",
+    "gpt_blocks_unrolled_small",
+    "resnet18_small",
+    "resnet50_small",
+    "lstm_small",
+    "residual_mlp_small",
+)
+"""The cases that run in seconds on a CPU."""
+
+_BLOCKS_LARGE: dict[str, Any] = {
+    "batch": 8,
+    "length": 512,
+    "width": 768,
+    "heads": 12,
+    "dropout": 0.1,
+    "dtype": jnp.bfloat16,
+}
+_BLOCKS_SMALL: dict[str, Any] = {
+    "layers": 3,
+    "batch": 2,
+    "length": 16,
+    "width": 32,
+    "heads": 4,
+    "dropout": 0.1,
+}
+
+
+def _register(factory: Factory) -> Factory:
+    CASES[factory.__name__] = factory
+    return factory
+
+
+@_register
+def gpt_tiny() -> Case:
+    """GPT, 2 layers of width 64 on bytes, batch 4 x 64, unrolled, dropout 0.1."""
+    return gpt.gpt_loss(gpt.GPT_TINY, batch=4)
+
+
+@_register
+def gpt_tiny_scan() -> Case:
+    """`gpt_tiny` with its layers under `nn.scan`."""
+    return gpt.gpt_loss(dataclasses.replace(gpt.GPT_TINY, scan_layers=True), batch=4)
+
+
+@_register
+def gpt_small_demo() -> Case:
+    """GPT, 4 layers of width 128 on bytes, batch 16 x 128, unrolled, dropout 0.1."""
+    return gpt.gpt_loss(gpt.GPT_SMALL_DEMO, batch=16)
+
+
+@_register
+def gpt2_small() -> Case:
+    """GPT-2 small, batch 8 x 1024, unrolled, bfloat16 with float32 parameters, dropout 0.1."""
+    return gpt.gpt_loss(gpt.GPT2_SMALL, batch=8)
+
+
+@_register
+def gpt2_small_scan() -> Case:
+    """`gpt2_small` with its layers under `nn.scan`."""
+    return gpt.gpt_loss(dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True), batch=8)
+
+
+@_register
+def gpt_blocks_scan() -> Case:
+    """12 GPT blocks under `lax.scan`, batch 8 x 512, width 768, bfloat16, dropout 0.1."""
+    return gpt.blocks_scanned(layers=12, **_BLOCKS_LARGE)
+
+
+@_register
+def gpt_blocks_scan_small() -> Case:
+    """3 GPT blocks under `lax.scan`, batch 2 x 16, width 32, float32, dropout 0.1."""
+    return gpt.blocks_scanned(**_BLOCKS_SMALL)
+
+
+@_register
+def gpt_blocks_unrolled() -> Case:
+    """8 unrolled GPT blocks, otherwise as `gpt_blocks_scan`."""
+    return gpt.blocks_unrolled(layers=8, **_BLOCKS_LARGE)
+
+
+@_register
+def gpt_blocks_unrolled_small() -> Case:
+    """3 unrolled GPT blocks, otherwise as `gpt_blocks_scan_small`."""
+    return gpt.blocks_unrolled(**_BLOCKS_SMALL)
+
+
+@_register
+def resnet18_small() -> Case:
+    """ResNet-18 with 8 filters, batch 4 of 32 x 32 images, float32."""
+    return resnet.resnet_scalar_loss(resnet.RESNET18_SMALL, batch=4, size=32)
+
+
+@_register
+def resnet50_small() -> Case:
+    """ResNet-50 with 8 filters, batch 4 of 32 x 32 images, float32."""
+    return resnet.resnet_scalar_loss(resnet.RESNET50_SMALL, batch=4, size=32)
+
+
+@_register
+def resnet50() -> Case:
+    """ResNet-50, batch 32 of 224 x 224 images, float32."""
+    return resnet.resnet_scalar_loss(resnet.RESNET50, batch=32, size=224)
+
+
+@_register
+def resnet152() -> Case:
+    """ResNet-152, batch 32 of 224 x 224 images, float32."""
+    return resnet.resnet_scalar_loss(resnet.RESNET152, batch=32, size=224)
+
+
+@_register
+def lstm_small() -> Case:
+    """LSTM language model of width 32, batch 4 x 32, dropout 0.1."""
+    return lstm_model.lstm_loss(lstm_model.LSTM_SMALL, batch=4, length=32)
+
+
+@_register
+def lstm() -> Case:
+    """LSTM language model of width 1024, vocabulary 10 000, batch 64 x 128, dropout 0.5."""
+    return lstm_model.lstm_loss(lstm_model.LSTM_FULL, batch=64, length=128)
+
+
+@_register
+def residual_mlp() -> Case:
+    """16 residual layers of width 256-1024-1024-256, batch 1024, float32."""
+    return mlp.residual_mlp()
+
+
+@_register
+def residual_mlp_small() -> Case:
+    """4 residual layers of width 16-32-32-16, batch 8, float32."""
+    return mlp.residual_mlp(layers=4, width=16, hidden=32, batch=8)
+
+
+def materialize(shapes: Any, seed: int = 0) -> Any:
+    """Random arrays for a pytree of `jax.ShapeDtypeStruct`; the same for the same seed.
+
+    Args:
+        shapes: floats become small normal numbers (around 1 if the leaf is called "scale" or
+            "var"), integers lie in 0..7, PRNG keys are valid keys.
+        seed: of the random generator.
+    """
+    rng = np.random.default_rng(seed)
+    return jax.tree_util.tree_map_with_path(functools.partial(_materialize_leaf, rng), shapes)
+
+
+def _materialize_leaf(rng: np.random.Generator, path: tuple[Any, ...], shape: Any) -> jax.Array:
+    dtype = shape.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        key = jax.random.key(int(rng.integers(2**31)))
+        return jax.random.split(key, shape.shape) if shape.shape else key
+    if jnp.issubdtype(dtype, jnp.floating):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        mean = 1.0 if name in ("scale", "var") else 0.0
+        return jnp.asarray(mean + 0.02 * rng.standard_normal(shape.shape), dtype)
+    return jnp.asarray(rng.integers(0, 8, shape.shape), dtype)

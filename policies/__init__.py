@@ -1,0 +1,30 @@
+"""Rematerialization policies: from a joint graph to the set of values to keep. Never imports jax.
+
+One file per algorithm. A new policy is one file, one line in `remat.policies.registry` and one row in
+`tests/policy_table.py`.
+"""
+
+if __name__ != "remat.policies":
+    raise ImportError(
+        f"this package was imported as {__name__!r}; it is `remat.policies` "
+        "(the folder `policies/` at the top of the checkout is its source)"
+    )
+
+from remat.policies.base import Decision, Policy
+from remat.policies.full import Full
+from remat.policies.min_cut import MinCut
+from remat.policies.names import Names
+from remat.policies.none import SaveAll
+from remat.policies.registry import POLICIES, get_policy, register_policy
+
+__all__ = [
+    "POLICIES",
+    "Decision",
+    "Full",
+    "MinCut",
+    "Names",
+    "Policy",
+    "SaveAll",
+    "get_policy",
+    "register_policy",
+]

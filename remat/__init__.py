@@ -1,0 +1,18 @@
+"""remat: rematerialization policies for JAX. See README.md."""
+
+from remat import policies as policies
+from remat.api import checkpoint as checkpoint
+from remat.api import plan as plan
+from remat.compile import CompileReport as CompileReport
+from remat.compile import compile_report as compile_report
+from remat.errors import BudgetError as BudgetError
+from remat.errors import CompileError as CompileError
+from remat.errors import DifferentiationError as DifferentiationError
+from remat.errors import PlanError as PlanError
+from remat.errors import PolicyError as PolicyError
+from remat.errors import RematError as RematError
+from remat.errors import ScheduleError as ScheduleError
+from remat.errors import TraceError as TraceError
+from remat.plan import Plan as Plan
+
+__version__ = "0.1.0"

@@ -1,0 +1,227 @@
+"""The only file that touches jax internals or depends on the jax version (jax >= 0.10).
+
+Everything else in `remat` uses jax's public API. What lives here: reading and evaluating jaxpr
+equations, where an equation came from, and what the current trace is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax.extend import core as _extend_core
+
+__all__ = [
+    "AVAL_TYPES",
+    "ScanParts",
+    "call_body",
+    "checkpoint_name_of",
+    "evaluate_equation",
+    "in_loop_body",
+    "is_literal",
+    "is_tracer",
+    "open_jaxpr",
+    "scan_parts",
+    "scope_of",
+    "source_of",
+    "run_scan",
+    "sub_jaxprs",
+    "top_level_trace",
+    "trace_context",
+    "zeros_of",
+]
+
+JaxprEqn = Any
+AVAL_TYPES = (_core.AbstractValue,)
+
+# Names under which jax has shipped the same call-like primitives.
+_INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call"})
+_JIT_NAMES = frozenset({"jit", "pjit"})
+_CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
+_CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr atom is an inlined constant."""
+    return isinstance(atom, _extend_core.Literal)
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether `value` is being traced (so must not be stored beyond the trace)."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns `(jaxpr, consts)` of a closed jaxpr; jax 0.11 merges `ClosedJaxpr` into `Jaxpr`."""
+    if hasattr(jaxpr, "consts"):
+        return getattr(jaxpr, "jaxpr", jaxpr), list(jaxpr.consts)
+    return jaxpr, []
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """Returns the jaxprs in an equation's parameters, closed ones kept closed."""
+    found = []
+    for param in eqn.params.values():
+        items = param if isinstance(param, (tuple, list)) else (param,)
+        found += [p for p in items if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+    return found
+
+
+def _unspecified(shardings: Any) -> bool:
+    return all(type(s).__name__ == "UnspecifiedValue" or s is None for s in shardings)
+
+
+def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -> Any | None:
+    """Returns the jaxpr that an equation merely calls, or None when it must be kept whole.
+
+    A `jit` with explicit shardings is kept: inlining would lose them.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in _JIT_NAMES:
+        plain = _unspecified(params.get("in_shardings", ())) and _unspecified(
+            params.get("out_shardings", ())
+        )
+        return params["jaxpr"] if plain else None
+    if name in _INLINE_ALWAYS:
+        return params.get("call_jaxpr", params.get("jaxpr"))
+    if name in _CHECKPOINT_NAMES and inline_checkpoints:
+        return params["jaxpr"]
+    if name in _CUSTOM_NAMES and inline_custom:
+        return params.get("call_jaxpr", params.get("fun_jaxpr"))
+    return None
+
+
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.checkpoint` region."""
+    return eqn.primitive.name in _CHECKPOINT_NAMES
+
+
+def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
+    """Returns the tag of a `checkpoint_name` equation, None for every other equation."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
+
+
+@dataclass(frozen=True)
+class ScanParts:
+    """A `scan` equation's parameters under names that do not change between jax versions."""
+
+    body: Any
+    length: int
+    reverse: bool
+    unroll: int | bool
+    num_consts: int
+    num_carry: int
+    split_transpose: bool
+
+
+def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
+    """Returns the parts of a `scan` equation, None for every other equation."""
+    if eqn.primitive.name != "scan":
+        return None
+    params: Mapping[str, Any] = eqn.params
+    body = params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
+    num_consts = params["num_consts"] if "num_consts" in params else params["consts_count"]
+    num_carry = params["num_carry"] if "num_carry" in params else params["carry_count"]
+    return ScanParts(
+        body=body,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params.get("unroll", 1),
+        num_consts=num_consts,
+        num_carry=num_carry,
+        split_transpose=params.get("_split_transpose", False),
+    )
+
+
+def run_scan(parts: ScanParts, body: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs a scan with another body, a function of flat arrays like the one it replaces."""
+    first = parts.num_consts + parts.num_carry
+    consts = operands[: parts.num_consts]
+    init, xs = list(operands[parts.num_consts : first]), list(operands[first:])
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = body(*consts, *carry, *x)
+        return list(out[: parts.num_carry]), list(out[parts.num_carry :])
+
+    carry, ys = jax.lax.scan(
+        step,
+        init,
+        xs,
+        length=parts.length,
+        reverse=parts.reverse,
+        unroll=parts.unroll,
+        _split_transpose=parts.split_transpose,
+    )
+    return [*carry, *ys]
+
+
+def zeros_of(aval: Any) -> Any:
+    """Returns zeros of an abstract value, placed and varying as it says."""
+    zeros = jax.numpy.zeros(aval.shape, aval.dtype)
+    vma = getattr(aval, "vma", None)
+    return jax.lax.pcast(zeros, tuple(vma), to="varying") if vma else zeros
+
+
+def trace_context() -> Any:
+    """Returns a hashable value of everything ambient that a trace depends on (precision, mesh, ...)."""
+    return _config.trace_context()
+
+
+def evaluate_equation(eqn: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Executes one equation on `inputs` in the current trace, keeping its name scope and context."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    extra: Sequence[Any] = ()
+    if isinstance(bind_params, tuple):  # before jax 0.10.1: (functions, params)
+        extra, bind_params = bind_params
+    name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with (
+        _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        out = eqn.primitive.bind(*extra, *inputs, **bind_params)
+    return out if eqn.primitive.multiple_results else (out,)
+
+
+def scope_of(eqn: JaxprEqn) -> str:
+    """Returns the named scope an equation was traced under, for instance `Block_0/attention`."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """Returns `file:line` of the user's code an equation came from, or an empty string."""
+    try:
+        frame = _source_info.user_frame(eqn.source_info.traceback)
+    except (AttributeError, TypeError):
+        frame = _source_info.user_frame(eqn.source_info)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+def _current_traces() -> list[Any]:
+    found, trace = [], _core.trace_ctx.trace
+    while trace is not None and len(found) < 100:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def in_loop_body() -> bool:
+    """Whether the current trace is that of a `scan` or `while_loop` body, also through `vmap`/`grad`.
+
+    A `jit` between the loop and the caller hides the loop: then the answer is False.
+    """
+    for trace in _current_traces():
+        frame = getattr(trace, "frame", None)
+        info = getattr(frame, "debug_info", None)
+        if getattr(info, "traced_for", None) in ("scan", "fori_loop", "while_body"):
+            return True
+    return False
+
+
+def top_level_trace() -> bool:
+    """Whether nothing is being traced: operations run at once on concrete arrays."""
+    return type(_core.trace_ctx.trace).__name__ == "EvalTrace"

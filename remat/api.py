@@ -1,0 +1,373 @@
+"""The drop-in for `jax.checkpoint`, and `plan`, the look before the leap."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+
+from remat import _compat
+from remat.errors import BudgetError, PolicyError, TraceError
+from remat.lower import StagedFunction
+from remat.plan import Plan
+from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
+from remat.trace import lift_tracers, trace_primal
+
+__all__ = ["checkpoint", "plan"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
+_CACHE_SIZE = 512
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call with its arrays flattened out.
+
+    Attributes:
+        leaves: the arrays.
+        key: hashable rest of the call: tree structure and static arguments.
+        rebuild: leaves back to `(args, kwargs)`.
+    """
+
+    leaves: list[Any]
+    key: Any
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _flatten_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    static_argnums: frozenset[int],
+    static_argnames: frozenset[str],
+) -> _Call:
+    nums = {i + len(args) if i < 0 else i for i in static_argnums}
+    static = {i: args[i] for i in sorted(nums) if i < len(args)}
+    static_kw = {name: kwargs[name] for name in sorted(static_argnames) if name in kwargs}
+    for name, value in (*static.items(), *static_kw.items()):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TraceError(
+                f"static argument {name!r} of type {type(value).__name__} is not hashable; static "
+                "arguments must be hashable values such as bool, int, str or a frozen dataclass"
+            ) from error
+    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+    dynamic_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
+    leaves, tree = jax.tree.flatten((dynamic, dynamic_kw))
+    count = len(args)
+
+    def rebuild(new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rest, rest_kw = jax.tree.unflatten(tree, new)
+        values = iter(rest)
+        full = tuple(static[i] if i in static else next(values) for i in range(count))
+        return full, {**rest_kw, **static_kw}
+
+    return _Call(leaves, (tree, tuple(static.items()), tuple(static_kw.items())), rebuild)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A function traced for one kind of call."""
+
+    function: StagedFunction
+    tree: Any
+    lifted: tuple[Any, ...]
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        outs = self.function(*self.lifted, *leaves)
+        return jax.tree.unflatten(self.tree, outs)
+
+
+class _Wrapped:
+    """Traces a function per kind of call and remembers what it made."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        planner: PolicyPlanner | PlanPlanner,
+        static_argnums: frozenset[int],
+        static_argnames: frozenset[str],
+        barriers: bool,
+        inline_checkpoints: bool,
+    ) -> None:
+        self.fun = fun
+        self.planner = planner
+        self.static_argnums = static_argnums
+        self.static_argnames = static_argnames
+        self.barriers = barriers
+        self.inline_checkpoints = inline_checkpoints
+        self.cache = _cache_of(fun)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        return _flatten_call(args, kwargs, self.static_argnums, self.static_argnames)
+
+    def traced(self, call: _Call) -> _Traced:
+        barriers = self.barriers and not _compat.in_loop_body()
+        key = (
+            self.planner,
+            barriers,
+            self.inline_checkpoints,
+            call.key,
+            tuple(map(_aval_of, call.leaves)),
+            _compat.trace_context(),
+        )
+        found = self.cache.get(key)
+        if found is None:
+            found = self._trace(call, barriers)
+            if not found.lifted:
+                if len(self.cache) >= _CACHE_SIZE:
+                    self.cache.pop(next(iter(self.cache)))
+                self.cache[key] = found
+        return found
+
+    def _trace(self, call: _Call, barriers: bool) -> _Traced:
+        fun, rebuild = self.fun, call.rebuild
+
+        def flat(*leaves: Any) -> tuple[list[Any], Any]:
+            args, kwargs = rebuild(leaves)
+            return jax.tree.flatten(fun(*args, **kwargs))
+
+        program, tree = trace_primal(
+            flat, call.leaves, inline_checkpoints=self.inline_checkpoints
+        )
+        program, lifted = lift_tracers(program)
+        function = StagedFunction(
+            program,
+            self.planner,
+            barriers=barriers,
+            inline_checkpoints=self.inline_checkpoints,
+        )
+        return _Traced(function, tree, lifted)
+
+
+_CACHES: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]] = weakref.WeakKeyDictionary()
+
+
+def _cache_of(fun: Callable[..., Any]) -> dict[Any, _Traced]:
+    """The traces of a function, shared by all its wrappers, so that wrapping anew costs nothing."""
+    try:
+        return _CACHES.setdefault(fun, {})
+    except TypeError:  # not hashable or not weakly referable
+        return {}
+
+
+def _aval_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return (leaf.shape, leaf.dtype)
+    return jax.typeof(leaf)
+
+
+@overload
+def checkpoint(fun: F, **options: Any) -> F: ...
+@overload
+def checkpoint(fun: None = None, **options: Any) -> Callable[[F], F]: ...
+def checkpoint(
+    fun: Callable[..., Any] | None = None,
+    *,
+    remat_policy: Any = _UNSET,
+    policy: Callable[..., Any] | None = None,
+    budget: int | float | str | None = None,
+    prevent_cse: bool | Sequence[bool] = True,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    lowering: str = "staged",
+    nested_checkpoints: str = "take_over",
+) -> Any:
+    """Returns `fun` with the same results and gradients, keeping less for its backward pass.
+
+    A drop-in for `jax.checkpoint`: usable as a decorator with or without arguments, and composing with
+    `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`.
+
+    Args:
+        fun: any differentiable JAX function of pytrees.
+        remat_policy: one of our policy names (`"min_cut"`, the default, `"full"`, `"names"`, `"save_all"`); a
+            policy object such as `remat.policies.MinCut(heavy="batched")`; a `remat.Plan` or the path of a saved
+            one; the name of one of `jax.checkpoint_policies` or any jax policy (handed to `jax.checkpoint`);
+            None or `"none"` for no rematerialization; `"minimal"`.
+        policy: as in `jax.checkpoint`; exclusive with `remat_policy`.
+        budget: bound on the peak of everything that is neither argument nor result: bytes, `"6GiB"`, or a
+            fraction of the peak without rematerialization.
+        prevent_cse: False leaves out the barriers that keep XLA from undoing recomputation. They are left out
+            by themselves where `fun` is called inside a loop body.
+        static_argnums, static_argnames: arguments that are Python values, as in `jax.checkpoint`.
+        lowering: `"staged"`, a `jax.custom_vjp` that carries any plan; or `"policy"`, nested `jax.checkpoint`s
+            with a names policy, which compose with forward mode too.
+        nested_checkpoints: `"take_over"` dissolves `jax.checkpoint` regions inside `fun` into the plan;
+            `"respect"` leaves them as they are.
+
+    Raises:
+        PolicyError: unknown policy, or both `policy` and `remat_policy` given.
+        BudgetError: the budget cannot be read or met.
+        TraceError: no result or no argument of `fun` is differentiable (when differentiated).
+        DifferentiationError: forward-mode differentiation of the staged lowering.
+    """
+    options = dict(
+        remat_policy=remat_policy,
+        policy=policy,
+        budget=budget,
+        prevent_cse=prevent_cse,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        lowering=lowering,
+        nested_checkpoints=nested_checkpoints,
+    )
+    if fun is None:
+        return functools.partial(checkpoint, **options)
+    if not callable(fun):
+        raise TraceError(f"remat.checkpoint expects a function, got {type(fun).__name__}")
+    _check_options(lowering, nested_checkpoints, policy, remat_policy)
+    if policy is not None:
+        remat_policy = policy
+    resolved = resolve("min_cut" if remat_policy is _UNSET else remat_policy, budget)
+    if isinstance(resolved, Off):
+        return fun
+    nums = frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if isinstance(resolved, JaxPolicy):
+        return jax.checkpoint(
+            fun,
+            policy=resolved.policy,
+            prevent_cse=prevent_cse,
+            static_argnums=tuple(nums),
+            static_argnames=names,
+        )
+    nums, named = _both_spellings(fun, nums, frozenset(names))
+    if lowering == "policy":
+        from remat.segments import policy_checkpoint
+
+        return policy_checkpoint(fun, resolved, nums, named, any_true(prevent_cse))
+    wrapped = _Wrapped(
+        fun, resolved, nums, named, any_true(prevent_cse), nested_checkpoints == "take_over"
+    )
+
+    @_named_like(fun)
+    def rematted(*args: Any, **kwargs: Any) -> Any:
+        call = wrapped.flatten(args, kwargs)
+        return wrapped.traced(call)(call.leaves)
+
+    return rematted
+
+
+def any_true(flags: bool | Sequence[bool]) -> bool:
+    """`prevent_cse` may be one flag or one per argument; a stage's barrier is all or nothing."""
+    return flags if isinstance(flags, bool) else any(flags)
+
+
+def _check_options(lowering: str, nested: str, policy: Any, remat_policy: Any) -> None:
+    if lowering not in ("staged", "policy"):
+        raise PolicyError(f"lowering={lowering!r}; expected 'staged' or 'policy'")
+    if nested not in ("take_over", "respect"):
+        raise PolicyError(f"nested_checkpoints={nested!r}; expected 'take_over' or 'respect'")
+    if policy is not None and remat_policy is not _UNSET and remat_policy is not None:
+        raise PolicyError(
+            f"both policy={policy!r} and remat_policy={remat_policy!r} were given; they mean the same: "
+            "pass one of them"
+        )
+
+
+def _named_like(fun: Callable[..., Any]) -> Callable[[F], F]:
+    # `functools.wraps` without copying `__dict__`: a module's attributes must not leak onto a function.
+    names = [n for n in ("__module__", "__name__", "__qualname__", "__doc__") if hasattr(fun, n)]
+    return functools.wraps(fun, assigned=names, updated=())
+
+
+def _both_spellings(
+    fun: Callable[..., Any], nums: frozenset[int], names: frozenset[str]
+) -> tuple[frozenset[int], frozenset[str]]:
+    """A static argument may be passed by position or by name whichever way it was declared, as in jit."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return nums, names
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    by_num = {positional[i] for i in nums if -len(positional) <= i < len(positional)}
+    by_name = {positional.index(n) for n in names if n in positional}
+    return nums | by_name, names | by_num
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    remat_policy: Any = "min_cut",
+    budget: int | float | str | None = None,
+    argnums: int | Sequence[int] = 0,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    prevent_cse: bool | Sequence[bool] = True,
+    lowering: str = "staged",
+    nested_checkpoints: str = "take_over",
+    **kwargs: Any,
+) -> Plan:
+    """Plans a function without running it.
+
+    Args:
+        fun: any differentiable JAX function.
+        *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        remat_policy, budget: as in `remat.checkpoint`; only policies of ours can be planned.
+        argnums: which positional arguments are differentiated, as in `jax.grad`.
+        static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints: as in `remat.checkpoint`.
+
+    Returns:
+        The plan; `print` it for the explanation, pass it as `remat_policy=` to use it.
+
+    Raises:
+        PolicyError, BudgetError, TraceError: as `remat.checkpoint`.
+    """
+    del lowering
+    resolved = resolve(remat_policy, budget)
+    if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
+        if budget is not None:
+            raise BudgetError(f"budget={budget!r} needs one of remat's own policies")
+        raise PolicyError(
+            f"remat_policy={remat_policy!r} makes no plan: it is jax's own or off. Use "
+            "remat.compile_report to see what the compiler makes of it."
+        )
+    nums = frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    nums, named = _both_spellings(fun, nums, frozenset(names))
+    wrapped = _Wrapped(
+        fun, resolved, nums, named, any_true(prevent_cse), nested_checkpoints == "take_over"
+    )
+    call = wrapped.flatten(args, kwargs)
+    traced = wrapped.traced(call)
+    chosen = _differentiated(call, args, kwargs, argnums, nums)
+    lifted = (False,) * len(traced.lifted)
+    program = traced.function.primal
+    flags = tuple(
+        flag and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
+        for flag, v in zip((*lifted, *chosen), program.inputs, strict=True)
+    )
+    return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
+
+
+def _differentiated(
+    call: _Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int],
+    static: frozenset[int],
+) -> list[bool]:
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wanted = tuple(i + len(args) if i < 0 else i for i in wanted)
+    if any(not 0 <= i < len(args) for i in wanted):
+        raise TraceError(
+            f"argnums={argnums!r} is out of range: the function was given {len(args)} positional "
+            "arguments"
+        )
+    if any(i in static for i in wanted):
+        raise TraceError(f"argnums={argnums!r} includes a static argument")
+    flags: list[bool] = []
+    for index, arg in enumerate(args):
+        if index not in static:
+            flags += [index in wanted] * len(jax.tree.leaves(arg))
+    return flags + [False] * (len(call.leaves) - len(flags))
+

@@ -1,0 +1,56 @@
+"""Exceptions of `remat`: every message says what was passed, what was expected and what to try."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BudgetError",
+    "CompileError",
+    "DifferentiationError",
+    "PlanError",
+    "PolicyError",
+    "RematError",
+    "ScheduleError",
+    "TraceError",
+    "nearest",
+]
+
+
+class RematError(Exception):
+    """Base class of every exception that `remat` raises on purpose."""
+
+
+class PolicyError(RematError, ValueError):
+    """An unknown or misconfigured policy."""
+
+
+class BudgetError(RematError, ValueError):
+    """A budget that cannot be read, or that no plan meets."""
+
+
+class TraceError(RematError, TypeError):
+    """A function that cannot be traced to a joint forward/backward graph."""
+
+
+class PlanError(RematError, ValueError):
+    """A plan that does not belong to the function it is applied to, or cannot be lowered as asked."""
+
+
+class ScheduleError(RematError, ValueError):
+    """A schedule that the simulator rejects."""
+
+
+class DifferentiationError(RematError, TypeError):
+    """A differentiation that the chosen lowering does not support, for instance forward mode."""
+
+
+class CompileError(RematError, RuntimeError):
+    """The compiler could not be asked: an unknown device or a missing plugin."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Returns `"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,297 @@
+"""Staged lowering: a plan becomes a JAX function that keeps, encodes and recomputes as the plan says.
+
+The function is a `jax.custom_vjp` (DESIGN: docs/design.md). Its forward rule runs the forward steps of the
+plan's schedule and returns the kept values as residuals; its backward rule runs the backward steps. A barrier
+step is one `optimization_barrier` over kept values and cotangents. The plan is made when the function is
+differentiated, for the inputs that are really perturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from remat import _compat
+from remat.encode import pack_bits, unpack_bits
+from remat.errors import DifferentiationError
+from remat.graph import Graph
+from remat.plan import LoopPlan, Plan, Step
+from remat.trace import Joint, Literal, Program, evaluate, program_of, trace_joint
+
+__all__ = ["Planner", "Staged", "StagedFunction"]
+
+
+class Planner(Protocol):
+    """Makes the plan of one room: a function, or the body of a loop in it."""
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Plans a joint graph."""
+        ...
+
+    def child(self, path: str) -> Planner:
+        """Returns the planner of the loop body called `path` (`scan0`)."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """What crosses from forward to backward: value ids, by where they live."""
+
+    inputs: tuple[int, ...]
+    raw: tuple[int, ...]
+    bits: tuple[int, ...]
+
+
+class Staged:
+    """A joint program with its plan: the forward and backward halves as functions of arrays."""
+
+    def __init__(self, joint: Joint, plan: Plan) -> None:
+        self.joint = joint
+        self.plan = plan
+        self._forward_jit = jax.jit(self._run_forward)
+        self._backward_jit = jax.jit(self._run_backward)
+
+    @cached_property
+    def crossing(self) -> _Crossing:
+        """The residuals: everything the backward steps read before they make it themselves."""
+        program, made = self.joint.program, set[int]()
+        reads: dict[int, None] = {}
+        bits: dict[int, None] = {}
+        own = {*program.inputs[self.joint.num_inputs :]}
+        for step in self.plan.schedule.backward:
+            if step.action == "compute":
+                equation = program.equations[step.target]
+                reads.update((v, None) for v in equation.reads if v not in made)
+                made.update(equation.outputs)
+            elif step.action == "decode":
+                bits[step.target] = None
+                made.add(step.target)
+        reads.update(
+            (a, None) for a in self.joint.gradient_atoms if isinstance(a, int) and a not in made
+        )
+        known = {v for v, c in program.constants.items() if not _compat.is_tracer(c)} | own
+        wanted = [v for v in reads if v not in known]
+        inputs = set(program.inputs)
+        return _Crossing(
+            inputs=tuple(v for v in wanted if v in inputs),
+            raw=tuple(v for v in wanted if v not in inputs),
+            bits=tuple(bits),
+        )
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the results and the residuals (inputs first, then raw values, then encoded ones)."""
+        position = {v: i for i, v in enumerate(self.joint.program.inputs[: self.joint.num_inputs])}
+        through = [inputs[position[v]] for v in self.crossing.inputs]
+        run = self._forward_jit if _concrete(inputs) else self._run_forward
+        outputs, kept = run(list(inputs))
+        return outputs, [*through, *kept]
+
+    def _run_forward(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        machine = _Machine(self.joint)
+        program = self.joint.program
+        machine.env.update(zip(program.inputs[: self.joint.num_inputs], inputs, strict=True))
+        machine.run(self.plan.schedule.forward)
+        kept = [machine.env[v] for v in self.crossing.raw]
+        kept += [machine.bits[v] for v in self.crossing.bits]
+        return [machine.read(atom) for atom in self.joint.output_atoms], kept
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Returns one gradient per perturbed input; `cotangents` are those of the inexact results."""
+        args = (list(residuals), list(cotangents))
+        run = self._backward_jit if _concrete([*residuals, *cotangents]) else self._run_backward
+        return run(*args)
+
+    def _run_backward(self, residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+        machine, crossing = _Machine(self.joint), self.crossing
+        raw = (*crossing.inputs, *crossing.raw)
+        machine.env.update(zip(raw, residuals[: len(raw)], strict=True))
+        machine.bits.update(zip(crossing.bits, residuals[len(raw) :], strict=True))
+        names = self.joint.program.inputs[self.joint.num_inputs :]
+        machine.env.update(zip(names, cotangents, strict=True))
+        machine.run(self.plan.schedule.backward)
+        program = self.joint.program
+        wanted = [v for v, flag in zip(program.inputs, self.joint.perturbed, strict=False) if flag]
+        return [
+            jnp.asarray(machine.read(atom), program.avals[v].dtype)
+            for v, atom in zip(wanted, self.joint.gradient_atoms, strict=True)
+        ]
+
+
+def _concrete(values: Sequence[Any]) -> bool:
+    return _compat.top_level_trace() and not any(map(_compat.is_tracer, values))
+
+
+class _Machine:
+    """Executes schedule steps in the current trace."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.env: dict[int, Any] = dict(joint.program.constants)
+        self.bits: dict[int, Any] = {}
+
+    def read(self, atom: Any) -> Any:
+        return atom.value if isinstance(atom, Literal) else self.env[atom]
+
+    def run(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            getattr(self, f"_{step.action}")(step)
+
+    def _compute(self, step: Step) -> None:
+        equation = self.joint.program.equations[step.target]
+        operands = [self.read(atom) for atom in equation.inputs]
+        results = _compat.evaluate_equation(equation.source, operands)
+        self.env.update(zip(equation.outputs, results, strict=True))
+
+    def _free(self, step: Step) -> None:
+        self.env.pop(step.target, None)
+
+    def _encode(self, step: Step) -> None:
+        self.bits[step.target] = pack_bits(self.env[step.target])
+
+    def _decode(self, step: Step) -> None:
+        shape = self.joint.program.avals[step.target].shape
+        self.env[step.target] = unpack_bits(self.bits[step.target], shape)
+
+    def _drop(self, step: Step) -> None:
+        self.bits.pop(step.target, None)
+
+    def _barrier(self, step: Step) -> None:
+        places = [(self.bits if v in self.bits else self.env, v) for v in step.values]
+        tied = jax.lax.optimization_barrier([place[v] for place, v in places])
+        for (place, v), array in zip(places, tied, strict=True):
+            place[v] = array
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """Residual arrays, with the staged program they belong to as static data."""
+
+    def __init__(self, staged: Staged, arrays: Sequence[Any]) -> None:
+        self.staged = staged
+        self.arrays = arrays
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Staged]:
+        return self.arrays, self.staged
+
+    @classmethod
+    def tree_unflatten(cls, staged: Staged, arrays: Sequence[Any]) -> _Residuals:
+        return cls(staged, arrays)
+
+
+class StagedFunction:
+    """A function of flat arrays, planned when it is differentiated.
+
+    Calling it without differentiation runs the program as it is. `plans` maps the perturbation pattern and
+    the inputs' abstract values to the plan that was made for them.
+    """
+
+    def __init__(
+        self,
+        primal: Program,
+        planner: Planner,
+        *,
+        barriers: bool = True,
+        inline_checkpoints: bool = True,
+        multiplicity: int = 1,
+    ) -> None:
+        self.primal = primal
+        self.planner = planner
+        self.barriers = barriers
+        self.inline_checkpoints = inline_checkpoints
+        self.multiplicity = multiplicity
+        self.last_plan: Plan | None = None
+        self._staged: dict[Any, Staged] = {}
+        self._plain_jit = jax.jit(partial(evaluate, primal))
+        self._call = self._make()
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        try:
+            return self._call(*inputs)
+        except TypeError as error:
+            if "custom_vjp" in str(error) and "jvp" in str(error):
+                raise DifferentiationError(
+                    "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian's outer pass) does "
+                    "not go through remat's staged lowering, which is a jax.custom_vjp. Use reverse "
+                    "mode (jax.grad, jax.vjp, jax.jacrev), or lowering='policy', which composes with "
+                    "every transform, or remat_policy=None for this call."
+                ) from error
+            raise
+
+    def staged(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
+        """Returns the planned program for inputs like these, making it if there is none yet."""
+        key = (perturbed, tuple(map(jax.typeof, inputs)), _compat.trace_context())
+        found = self._staged.get(key)
+        if found is None:
+            found = self._plan(inputs, perturbed)
+            if not any(map(_compat.is_tracer, found.joint.program.constants.values())):
+                self._staged[key] = found
+        self.last_plan = found.plan
+        return found
+
+    def _plan(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
+        loops: dict[str, tuple[int, StagedFunction]] = {}
+
+        def loop(path: str, _: Any, parts: _compat.ScanParts, operands: Sequence[Any]) -> Any:
+            body = program_of(parts.body, inline_checkpoints=self.inline_checkpoints)
+            function = StagedFunction(
+                body,
+                self.planner.child(path),
+                barriers=False,
+                inline_checkpoints=self.inline_checkpoints,
+                multiplicity=parts.length,
+            )
+            loops[path] = (parts.length, function)
+            return _compat.run_scan(parts, function, operands)
+
+        joint = trace_joint(
+            self.primal, inputs, perturbed, loop=loop, multiplicity=self.multiplicity
+        )
+        plan = self.planner.plan(joint.graph, barriers=self.barriers)
+        nested = tuple(
+            LoopPlan(path, length, function.last_plan)
+            for path, (length, function) in loops.items()
+            if function.last_plan is not None
+        )
+        return Staged(joint, plan.with_loops(nested) if nested else plan)
+
+    @property
+    def _input_avals(self) -> list[Any]:
+        return [self.primal.avals[v] for v in self.primal.inputs]
+
+    def _make(self) -> Callable[..., list[Any]]:
+        primal = self.primal
+
+        @jax.custom_vjp
+        def call(*inputs: Any) -> list[Any]:
+            return self._plain_jit(inputs) if _concrete(inputs) else evaluate(primal, inputs)
+
+        def forward(*inputs: Any) -> tuple[list[Any], _Residuals]:
+            values = [x.value for x in inputs]
+            perturbed = tuple(
+                bool(x.perturbed) and jnp.issubdtype(aval.dtype, jnp.inexact)
+                for x, aval in zip(inputs, self._input_avals, strict=True)
+            )
+            staged = self.staged(values, perturbed)
+            outputs, residuals = staged.forward(values)
+            return outputs, _Residuals(staged, residuals)
+
+        def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            staged = residuals.staged
+            given = [cotangents[i] for i in staged.joint.cotangent_outputs]
+            gradients = iter(staged.backward(residuals.arrays, list(map(_instantiate, given))))
+            return tuple(next(gradients) if flag else None for flag in staged.joint.perturbed)
+
+        call.defvjp(forward, backward, symbolic_zeros=True)
+        return call
+
+
+def _instantiate(cotangent: Any) -> Any:
+    if isinstance(cotangent, SymbolicZero):
+        return _compat.zeros_of(cotangent.aval)
+    return cotangent

@@ -1,0 +1,365 @@
+"""`Plan`, the `Schedule` it stands for, and the forms in which a value can be kept. Plain data, no jax."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from remat.errors import PlanError
+from remat.graph import Graph, Value
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from remat.simulate import Timeline
+
+__all__ = [
+    "Certificate",
+    "Form",
+    "LoopPlan",
+    "Plan",
+    "Recomputed",
+    "Saved",
+    "Schedule",
+    "Status",
+    "Step",
+    "form_of",
+    "stored_bytes",
+]
+
+Form = Literal["raw", "bits"]
+Status = Literal["optimal", "feasible", "heuristic"]
+FORMAT_VERSION = 1
+
+
+def form_of(value: Value) -> Form:
+    """Returns the form in which a value is kept: booleans as one bit per element, the rest as it is."""
+    return "bits" if value.dtype == "bool" else "raw"
+
+
+def stored_bytes(value: Value) -> int:
+    """Returns the bytes a value takes when it is kept for the backward pass."""
+    if form_of(value) == "raw":
+        return value.nbytes
+    elements = 1
+    for dim in value.shape:
+        elements *= dim
+    return -(-elements // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of a schedule.
+
+    Attributes:
+        action: `compute` runs operator `target`; `free` drops value `target`; `encode` stores value
+            `target` in its kept form, `decode` brings it back, `drop` forgets the encoded form;
+            `turn` ends the forward pass; `barrier` makes everything after it wait for `values`.
+        target: operator or value id, -1 for `turn` and `barrier`.
+        values: the value ids a barrier ties together.
+    """
+
+    action: Literal["compute", "free", "encode", "decode", "drop", "turn", "barrier"]
+    target: int = -1
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The explicit list of steps behind a plan: forward pass, `turn`, backward pass."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def turn(self) -> int:
+        """Index of the step that ends the forward pass."""
+        return next(i for i, step in enumerate(self.steps) if step.action == "turn")
+
+    @property
+    def forward(self) -> tuple[Step, ...]:
+        """The steps before the turn."""
+        return self.steps[: self.turn]
+
+    @property
+    def backward(self) -> tuple[Step, ...]:
+        """The steps after the turn."""
+        return self.steps[self.turn + 1 :]
+
+    def computed(self) -> Iterator[int]:
+        """Iterates over operator ids as executed, repetitions included."""
+        return (step.target for step in self.steps if step.action == "compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value kept from the forward pass for the backward pass.
+
+    Attributes:
+        value: value id.
+        label: dtype and shape, for instance `bf16[8,512,768]`.
+        nbytes: bytes in the form in which it is kept, for one iteration if inside a loop.
+        raw_bytes: bytes in the form in which it was computed.
+        form: `raw`, or `bits` (one bit per element).
+        is_input: an argument or closed-over array: alive anyway, costs no memory of its own.
+        op: primitive that computed it, empty for an input.
+        tags, scope, source: the user's names for it and the line it comes from.
+        why: what keeping it avoids.
+    """
+
+    value: int
+    label: str
+    nbytes: int
+    raw_bytes: int
+    form: Form
+    is_input: bool
+    op: str
+    tags: tuple[str, ...]
+    scope: str
+    source: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """An operator that runs again in the backward pass."""
+
+    op: int
+    name: str
+    label: str
+    nbytes: int
+    flops: int
+    times: int
+    scope: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Evidence for a plan's optimality: for a cut its capacity and the flow value that equals it."""
+
+    kind: str
+    value: int
+    bound: int
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between value and bound; 0.0 is a proof of optimality."""
+        return 0.0 if self.value == self.bound else abs(self.value - self.bound) / self.value
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """The plan of a loop body: `path` names the loop (`scan0`, `scan0/scan1`), `length` its trips."""
+
+    path: str
+    length: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which forward values the backward pass keeps, in which form, and in which order it runs.
+
+    Bytes inside a loop body are those of one iteration; `saved_bytes`, `recompute_flops` and
+    `recompute_seconds` of a plan include its loops, times their lengths. `peak_bytes` is what the
+    simulator finds for everything that is neither argument nor result: an estimate of XLA's *temp*.
+
+    Attributes:
+        policy_name: name of the policy that made it; `options` are its settings, as text.
+        status: `optimal` for the policy's own objective, `feasible` with its `certificate.gap`, or
+            `heuristic`.
+        graph: the joint graph that was planned.
+        schedule: the steps; the lowering executes them and the simulator replays them.
+        saved: what is kept, largest first; `recomputed`: operators that run again, costliest first.
+        saved_bytes: bytes kept beyond arguments; `recompute_flops`: operations repeated.
+        recompute_seconds: roofline estimate of the repetition on `device`.
+        baseline_saved_bytes, baseline_peak_bytes: the same of keeping everything (no remat).
+        solve_seconds: time spent planning (not part of equality).
+        certificate: evidence of optimality, None for a heuristic.
+        loops: plans of the loop bodies.
+        opaque: operators the planner could not look into, each with what it did about it.
+        device: device whose roofline the estimates use.
+    """
+
+    policy_name: str
+    options: str
+    status: Status
+    graph: Graph
+    schedule: Schedule
+    saved: tuple[Saved, ...]
+    recomputed: tuple[Recomputed, ...]
+    saved_bytes: int
+    peak_bytes: int
+    recompute_flops: int
+    recompute_seconds: float
+    baseline_saved_bytes: int
+    baseline_peak_bytes: int
+    certificate: Certificate | None = None
+    loops: tuple[LoopPlan, ...] = ()
+    opaque: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    device: str = "h200"
+    solve_seconds: float = field(default=0.0, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.policy_name, self.options, self.graph.fingerprint(), self.schedule))
+
+    @property
+    def saved_values(self) -> tuple[int, ...]:
+        """Ids of the kept values, ascending."""
+        return tuple(sorted(entry.value for entry in self.saved))
+
+    @property
+    def gap(self) -> float | None:
+        """Relative optimality gap, None when there is no bound."""
+        return None if self.certificate is None else self.certificate.gap
+
+    def loop(self, path: str) -> Plan:
+        """Returns the plan of the loop body called `path`."""
+        for entry in self.loops:
+            if entry.path == path:
+                return entry.plan
+        raise PlanError(
+            f"this plan has no loop {path!r}; its loops are {[entry.path for entry in self.loops]}"
+        )
+
+    def with_loops(self, loops: tuple[LoopPlan, ...]) -> Plan:
+        """Returns this plan with its loops' bytes, flops and seconds added to its own totals."""
+        return replace(
+            self,
+            loops=loops,
+            saved_bytes=self.saved_bytes + sum(x.length * x.plan.saved_bytes for x in loops),
+            recompute_flops=self.recompute_flops
+            + sum(x.length * x.plan.recompute_flops for x in loops),
+            recompute_seconds=self.recompute_seconds
+            + sum(x.length * x.plan.recompute_seconds for x in loops),
+            baseline_saved_bytes=self.baseline_saved_bytes
+            + sum(x.length * x.plan.baseline_saved_bytes for x in loops),
+            opaque=self.opaque
+            + tuple(f"{x.path}: {line}" for x in loops for line in x.plan.opaque),
+        )
+
+    def timeline(self, *, fused: bool = True) -> Timeline:
+        """Replays the schedule and returns live bytes after every step; see `remat.simulate`."""
+        from remat.simulate import simulate
+
+        return simulate(self.graph, self.schedule, fused=fused).timeline
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Returns the joint graph with `saved` and `recomputed` marks on its nodes."""
+        graph = self.graph.to_networkx()
+        kept = {entry.value: entry.form for entry in self.saved}
+        for value in self.graph.values:
+            graph.nodes[("value", value.id)]["saved"] = kept.get(value.id)
+        times = {entry.op: entry.times for entry in self.recomputed}
+        for op in self.graph.ops:
+            graph.nodes[("op", op.id)]["recomputed"] = times.get(op.id, 0)
+        return graph
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as JSON-ready data."""
+        plain = {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        return {
+            "format": "remat.plan",
+            "version": FORMAT_VERSION,
+            **plain,
+            "graph": self.graph.to_dict(),
+            "steps": [[s.action, s.target, list(s.values)] for s in self.schedule.steps],
+            "saved": [asdict(entry) for entry in self.saved],
+            "recomputed": [asdict(entry) for entry in self.recomputed],
+            "certificate": asdict(self.certificate) if self.certificate else None,
+            "loops": [
+                {"path": x.path, "length": x.length, "plan": x.plan.to_dict()} for x in self.loops
+            ],
+        }
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns the plan as a JSON document, and writes it to `path` if one is given."""
+        text = json.dumps(self.to_dict())
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            PlanError: the document is not a plan, or of a version this `remat` does not know.
+        """
+        if data.get("format") != "remat.plan" or data.get("version") != FORMAT_VERSION:
+            raise PlanError(
+                f"not a plan this version of remat can read: format {data.get('format')!r}, version "
+                f"{data.get('version')!r}; expected 'remat.plan', version {FORMAT_VERSION}. Make the "
+                "plan again with remat.plan(...)."
+            )
+        certificate = data["certificate"]
+        plain = {name: _tuples(data[name]) for name in _PLAIN_FIELDS}
+        return cls(
+            **plain,
+            graph=Graph.from_dict(data["graph"]),
+            schedule=Schedule(tuple(Step(a, t, tuple(v)) for a, t, v in data["steps"])),
+            saved=tuple(Saved(**{**entry, "tags": tuple(entry["tags"])}) for entry in data["saved"]),
+            recomputed=tuple(Recomputed(**entry) for entry in data["recomputed"]),
+            certificate=Certificate(**certificate) if certificate else None,
+            loops=tuple(
+                LoopPlan(x["path"], x["length"], cls.from_dict(x["plan"])) for x in data["loops"]
+            ),
+        )
+
+    @classmethod
+    def from_json(cls, text_or_path: str | Path) -> Plan:
+        """Reads a plan from a JSON document or from the path of one.
+
+        Raises:
+            PlanError: neither a JSON document nor a readable file.
+        """
+        text = str(text_or_path)
+        if not text.lstrip().startswith("{"):
+            try:
+                text = Path(text_or_path).read_text()
+            except OSError as error:
+                raise PlanError(
+                    f"cannot read a plan from {str(text_or_path)!r}: {error}; expected the path of a "
+                    "file written by plan.to_json(path)"
+                ) from error
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan file is not JSON: {error}") from error
+
+    def digest(self) -> str:
+        """Returns a short hash of the decisions: graph, kept values and order of execution."""
+        text = repr((self.graph.fingerprint(), self.saved_values, self.schedule))
+        text += "".join(x.path + x.plan.digest() for x in self.loops)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        from remat.report import describe
+
+        return describe(self)
+
+
+_PLAIN_FIELDS = (
+    "policy_name",
+    "options",
+    "status",
+    "saved_bytes",
+    "peak_bytes",
+    "recompute_flops",
+    "recompute_seconds",
+    "baseline_saved_bytes",
+    "baseline_peak_bytes",
+    "opaque",
+    "notes",
+    "device",
+    "solve_seconds",
+)
+
+
+def _tuples(item: Any) -> Any:
+    return tuple(item) if isinstance(item, list) else item

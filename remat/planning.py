@@ -1,0 +1,176 @@
+"""Puts a policy to work: graph and policy in, `Plan` out. Plain data, no jax."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from remat.cost import op_seconds
+from remat.devices import get_device
+from remat.graph import Graph
+from remat.plan import Plan, Recomputed, Saved, Schedule, form_of, stored_bytes
+from remat.policies.base import Decision, Policy, describe_options
+from remat.schedule import build_schedule, no_remat_saved
+from remat.simulate import Replay, simulate
+
+__all__ = ["make_plan", "plan_from_saved"]
+
+
+def make_plan(graph: Graph, policy: Policy, *, barriers: bool = True) -> Plan:
+    """Plans a graph with a policy.
+
+    Args:
+        graph: a joint graph.
+        policy: any `remat.policies.Policy`.
+        barriers: see `remat.schedule.build_schedule`; False inside loop bodies.
+    """
+    start = time.perf_counter()
+    decision = policy.decide(graph)
+    return plan_from_saved(
+        graph,
+        decision,
+        policy_name=policy.name,
+        options=describe_options(policy),
+        barriers=barriers,
+        start=start,
+    )
+
+
+def plan_from_saved(
+    graph: Graph,
+    decision: Decision,
+    *,
+    policy_name: str,
+    options: str = "",
+    barriers: bool = True,
+    device: str = "h200",
+    start: float | None = None,
+) -> Plan:
+    """Turns a saved set into a plan: schedule, replay, statistics."""
+    start = time.perf_counter() if start is None else start
+    kept = decision.saved | (graph.backward_reads & set(graph.inputs))
+    schedule = build_schedule(graph, kept, barriers=barriers)
+    replay = simulate(graph, schedule)
+    baseline = _baseline(graph)
+    chip = get_device(device)
+    recomputed = _recomputed(graph, replay)
+    again = (graph.ops[entry.op] for entry in recomputed)
+    return Plan(
+        policy_name=policy_name,
+        options=options,
+        status=decision.status,
+        graph=graph,
+        schedule=schedule,
+        saved=_saved(graph, _read_back(graph, kept, schedule)),
+        recomputed=recomputed,
+        saved_bytes=_kept_bytes(graph, _read_back(graph, kept, schedule)),
+        peak_bytes=replay.peak_bytes,
+        recompute_flops=replay.recompute_flops,
+        recompute_seconds=sum(op_seconds(graph, op, chip) for op in again),
+        baseline_saved_bytes=sum(
+            graph.values[v].nbytes for v in no_remat_saved(graph) if not _alive_anyway(graph, v)
+        ),
+        baseline_peak_bytes=baseline.peak_bytes,
+        certificate=decision.certificate,
+        opaque=_opaque(graph),
+        notes=decision.notes,
+        device=device,
+        solve_seconds=time.perf_counter() - start,
+    )
+
+
+def _baseline(graph: Graph) -> Replay:
+    schedule = build_schedule(graph, no_remat_saved(graph), barriers=False)
+    return simulate(graph, schedule)
+
+
+def _alive_anyway(graph: Graph, value: int) -> bool:
+    return value in graph.inputs or value in graph.outputs
+
+
+def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[int]:
+    """The kept values that the backward pass really reads."""
+    reads = set(graph.gradients)
+    for step in schedule.backward:
+        if step.action == "compute":
+            reads.update(graph.ops[step.target].inputs)
+        elif step.action == "decode":
+            reads.add(step.target)
+    return sorted(kept & reads)
+
+
+def _kept_bytes(graph: Graph, kept: list[int]) -> int:
+    return sum(stored_bytes(graph.values[v]) for v in kept if not _alive_anyway(graph, v))
+
+
+def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
+    entries = []
+    for index in kept:
+        value = graph.values[index]
+        op = graph.ops[value.producer] if value.producer is not None else None
+        is_input = index in graph.inputs
+        entries.append(
+            Saved(
+                value=index,
+                label=value.label,
+                nbytes=value.nbytes if is_input else stored_bytes(value),
+                raw_bytes=value.nbytes,
+                form="raw" if is_input else form_of(value),
+                is_input=is_input,
+                op=op.name if op else "",
+                tags=value.tags,
+                scope=op.scope if op else "",
+                source=op.source if op else "",
+                why=_why(graph, index),
+            )
+        )
+    return tuple(sorted(entries, key=lambda e: (e.is_input, -e.nbytes, e.value)))
+
+
+def _why(graph: Graph, value: int) -> str:
+    if value in graph.inputs:
+        return "an argument: alive anyway"
+    op = graph.ops[graph.values[value].producer or 0]
+    if not op.recomputable:
+        return f"{op.name} may not run again: {op.reason}" if op.reason else "may not run again"
+    if op.heavy:
+        return f"avoids {op.flops:,} flops of {op.name}"
+    if op.random:
+        return "avoids drawing random bits again"
+    if op.kind == "REDUCTION":
+        return "a small result of a large reduction"
+    if not op.fusible:
+        return f"{op.name} does not fuse: it would be written again"
+    return "the cheapest place to cut: what lies before it is larger or dearer"
+
+
+def _recomputed(graph: Graph, replay: Replay) -> tuple[Recomputed, ...]:
+    counts = Counter({op: times - 1 for op, times in replay.executions.items() if times > 1})
+    entries = []
+    for index, times in counts.items():
+        op = graph.ops[index]
+        first = graph.values[op.outputs[0]] if op.outputs else None
+        entries.append(
+            Recomputed(
+                op=index,
+                name=op.name,
+                label=first.label if first else "",
+                nbytes=sum(graph.values[v].nbytes for v in op.outputs),
+                flops=op.flops,
+                times=times,
+                scope=op.scope,
+                source=op.source,
+            )
+        )
+    return tuple(sorted(entries, key=lambda e: (-e.flops * e.times, -e.nbytes, e.op)))
+
+
+def _opaque(graph: Graph) -> tuple[str, ...]:
+    """What the planner could not look into, each line with what it did about it."""
+    lines = Counter(
+        f"{op.name} ({op.phase}): {op.reason or 'not looked into'}"
+        + (f", from {op.source}" if op.source else "")
+        for op in graph.ops
+        if not op.recomputable and op.loop is None
+    )
+    return tuple(line if n == 1 else f"{line} (x{n})" for line, n in lines.items())

@@ -1,0 +1,253 @@
+"""What `remat_policy=` accepts, and what it means: off, one of jax's policies, or a planner of ours."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from remat.errors import BudgetError, PlanError, PolicyError
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.planning import make_plan
+from remat.policies import POLICIES, Policy, get_policy
+
+__all__ = ["JaxPolicy", "Off", "PlanPlanner", "PolicyPlanner", "Resolved", "parse_budget", "resolve"]
+
+# What training configs already say; MaxText's `minimal` keeps the matmuls without batch dimensions.
+_CONFIG_NAMES = {"minimal": "dots_with_no_batch_dims_saveable"}
+_OFF_NAMES = frozenset({"none"})
+_NEED_ARGUMENTS = frozenset(
+    {
+        "offload_dot_with_no_batch_dims",
+        "save_and_offload_only_these_names",
+        "save_any_names_but_these",
+        "save_anything_except_these_names",
+        "save_from_both_policies",
+        "save_only_these_names",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Off:
+    """No rematerialization."""
+
+
+@dataclass(frozen=True)
+class JaxPolicy:
+    """A policy of jax's own, handed to `jax.checkpoint` as it is."""
+
+    policy: Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class PolicyPlanner:
+    """Plans every graph with the same policy and holds it to a budget.
+
+    Attributes:
+        policy: any `remat.policies.Policy`.
+        budget: bytes, or a fraction of the peak without rematerialization, or None.
+    """
+
+    policy: Policy
+    budget: int | float | None = None
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Plans a graph.
+
+        Raises:
+            BudgetError: the plan's simulated peak is above the budget.
+        """
+        plan = make_plan(graph, self.policy, barriers=barriers)
+        _hold(plan, self.budget)
+        return plan
+
+    def child(self, path: str) -> PolicyPlanner:
+        """A loop body is planned with the same policy; the budget is that of the whole function."""
+        del path
+        return PolicyPlanner(self.policy)
+
+
+@dataclass(frozen=True)
+class PlanPlanner:
+    """Applies a plan that was made before.
+
+    Raises:
+        PlanError: the function is not the one the plan was made for.
+    """
+
+    made: Plan
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Returns the given plan after checking that it belongs to `graph`."""
+        if graph.fingerprint() != self.made.graph.fingerprint():
+            raise PlanError(
+                "this plan was made for another function: " + _first_difference(self.made.graph, graph)
+            )
+        return self.made
+
+    def child(self, path: str) -> PlanPlanner:
+        """Returns the planner of a loop body."""
+        return PlanPlanner(self.made.loop(path))
+
+
+Resolved = Off | JaxPolicy | PolicyPlanner | PlanPlanner
+
+
+def _first_difference(planned: Graph, traced: Graph) -> str:
+    for index, (old, new) in enumerate(zip(planned.ops, traced.ops, strict=False)):
+        if (old.name, old.inputs, old.outputs) != (new.name, new.inputs, new.outputs):
+            where = f" ({new.source})" if new.source else ""
+            return (
+                f"operator {index} was {old.name}{list(old.inputs)} and is now "
+                f"{new.name}{list(new.inputs)}{where}. Plan again with remat.plan(...)."
+            )
+    for old_value, new_value in zip(planned.values, traced.values, strict=False):
+        if (old_value.shape, old_value.dtype) != (new_value.shape, new_value.dtype):
+            return (
+                f"value {old_value.id} was {old_value.label} and is now {new_value.label}. Plan again "
+                "with arguments of these shapes, or check that the same arguments are differentiated."
+            )
+    return (
+        f"it had {len(planned.ops)} operators, {len(planned.gradients)} gradients and runs "
+        f"{planned.multiplicity} times; now {len(traced.ops)}, {len(traced.gradients)} and "
+        f"{traced.multiplicity}. Differentiate the same arguments, or plan again."
+    )
+
+
+def resolve(remat_policy: Any, budget: Any = None) -> Resolved:
+    """Reads a `remat_policy=` argument.
+
+    Args:
+        remat_policy: a name (ours, or one of `jax.checkpoint_policies`), a policy object, a `Plan` or the path
+            of a saved one, a jax policy callable, or None / "none" / "full" / "minimal".
+        budget: bytes, `"6GiB"`, or a fraction of the no-remat peak.
+
+    Raises:
+        PolicyError: an unknown name (the message lists the valid ones), or something that is no policy.
+        BudgetError: a budget that cannot be read, or one given to something that cannot hold it.
+    """
+    limit = parse_budget(budget)
+    found = _resolve(remat_policy, limit)
+    if limit is not None and not isinstance(found, PolicyPlanner):
+        raise BudgetError(
+            f"budget={budget!r} cannot be held by remat_policy={remat_policy!r}: a budget needs one of "
+            f"remat's own policies, {sorted(POLICIES)}"
+        )
+    return found
+
+
+def _resolve(remat_policy: Any, limit: int | float | None) -> Resolved:
+    if remat_policy is None:
+        return Off()
+    if isinstance(remat_policy, Plan):
+        return PlanPlanner(remat_policy)
+    if isinstance(remat_policy, Path):
+        return PlanPlanner(Plan.from_json(remat_policy))
+    if isinstance(remat_policy, str):
+        return _resolve_name(remat_policy, limit)
+    if isinstance(remat_policy, type) and hasattr(remat_policy, "decide"):
+        raise PolicyError(
+            f"remat_policy={remat_policy.__name__} is a class; pass an instance, "
+            f"{remat_policy.__name__}()"
+        )
+    if isinstance(remat_policy, Policy):
+        return PolicyPlanner(remat_policy, limit)
+    if callable(remat_policy):
+        return JaxPolicy(remat_policy)
+    raise PolicyError(
+        f"remat_policy={remat_policy!r} of type {type(remat_policy).__name__}; expected a name, a "
+        "remat.policies object, a remat.Plan or the path of one, a jax checkpoint policy, or None"
+    )
+
+
+def _jax_names() -> dict[str, Callable[..., Any]]:
+    names = (name for name in dir(jax.checkpoint_policies) if not name.startswith("_"))
+    return {name: getattr(jax.checkpoint_policies, name) for name in names}
+
+
+def _resolve_name(name: str, limit: int | float | None) -> Resolved:
+    if name in _OFF_NAMES:
+        return Off()
+    if name in POLICIES:
+        return PolicyPlanner(get_policy(name), limit)
+    theirs = _jax_names()
+    if name in _NEED_ARGUMENTS and name in theirs:
+        raise PolicyError(
+            f"remat_policy={name!r} names a function that makes policies; call it: "
+            f"remat_policy=jax.checkpoint_policies.{name}(...)"
+        )
+    if name in theirs:
+        return JaxPolicy(theirs[name])
+    if name in _CONFIG_NAMES:
+        return JaxPolicy(theirs[_CONFIG_NAMES[name]])
+    if name.endswith(".json") or Path(name).is_file():
+        return PlanPlanner(Plan.from_json(name))
+    valid = [*sorted(POLICIES), *sorted(_OFF_NAMES), *sorted(_CONFIG_NAMES), *sorted(theirs)]
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise PolicyError(
+        f"unknown remat_policy={name!r}{hint} Valid names: {valid}; or pass a remat.policies object, a "
+        "remat.Plan, the path of a saved plan (*.json), or a jax checkpoint policy"
+    )
+
+
+_UNITS = {"": 1, "B": 1}
+for _i, _letter in enumerate("KMGTP", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_i
+    _UNITS[f"{_letter}IB"] = 1024**_i
+
+
+def parse_budget(budget: Any) -> int | float | None:
+    """Reads a budget: an int is bytes, a float in (0, 1] a fraction, a string bytes with a unit.
+
+    Raises:
+        BudgetError: none of these.
+    """
+    if budget is None:
+        return None
+    expected = 'expected bytes (6442450944), a size ("6GiB", "500MB") or a fraction (0.5)'
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise BudgetError(f"budget={budget!r} of type {type(budget).__name__}; {expected}")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise BudgetError(f"budget={budget!r} is not a fraction between 0 and 1; {expected}")
+        return budget
+    if isinstance(budget, str):
+        return _parse_size(budget, expected)
+    if budget <= 0:
+        raise BudgetError(f"budget={budget!r} is not positive; {expected}")
+    return budget
+
+
+def _parse_size(text: str, expected: str) -> int:
+    stripped = text.strip().upper().replace(" ", "")
+    number = stripped.rstrip("KMGTPIB")
+    unit = stripped[len(number) :]
+    try:
+        size = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise BudgetError(
+            f"budget={text!r} is not a size; {expected}, with a unit out of B, kB, KiB, ..., PiB"
+        ) from None
+    if not 0 < size < float("inf"):
+        raise BudgetError(f"budget={text!r} is not positive; {expected}")
+    return int(size)
+
+
+def _hold(plan: Plan, budget: int | float | None) -> None:
+    if budget is None:
+        return
+    limit = int(budget * plan.baseline_peak_bytes) if isinstance(budget, float) else budget
+    if plan.peak_bytes > limit:
+        raise BudgetError(
+            f"policy {plan.policy_name!r} does not meet the budget of {limit:,} bytes: its plan peaks at "
+            f"{plan.peak_bytes:,} bytes (simulated; {plan.baseline_peak_bytes:,} without "
+            f"rematerialization). Smallest peak found: {plan.peak_bytes:,} bytes. Raise the budget, or "
+            "try remat_policy='full', which keeps the least."
+        )

@@ -1,0 +1,277 @@
+"""From a saved set to an explicit schedule: recompute as late and free as early as possible.
+
+Plain data, no jax. The backward pass is cut into *stages* at points where little of it is alive (between
+the blocks of a network). A stage begins with one barrier over the kept values it reads and the cotangents
+alive there, so that XLA can neither start its recomputation earlier nor merge it with the forward pass
+(docs/design.md, "Barriers"). Inside a stage nothing is tied, so XLA fuses freely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from remat.graph import Graph, Op
+from remat.plan import Schedule, Step, form_of
+
+__all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
+
+# A chain of cheap operators up to this long is repeated in every stage that reads it instead of being kept
+# alive between the stages.
+_REDO_LIMIT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class StagePoint:
+    """A place in the backward pass where a stage may begin.
+
+    Attributes:
+        op: the stage begins before this operator.
+        frontier: backward values alive there, larger than a sixteenth of the largest.
+    """
+
+    op: int
+    frontier: tuple[int, ...]
+
+
+def no_remat_saved(graph: Graph) -> tuple[int, ...]:
+    """Returns what plain differentiation keeps: every forward value that the backward pass reads."""
+    return tuple(sorted(graph.backward_reads))
+
+
+def _closure(
+    graph: Graph, values: Iterable[int], stop: Collection[int], limit: int | None = None
+) -> set[int]:
+    """Operators needed to compute `values` when those in `stop` are there already.
+
+    With a `limit` the search ends once it has found more than that many.
+    """
+    ops: set[int] = set()
+    todo = [value for value in values if value not in stop]
+    while todo and (limit is None or len(ops) <= limit):
+        producer = graph.values[todo.pop()].producer
+        if producer is not None and producer not in ops:
+            ops.add(producer)
+            todo += [value for value in graph.ops[producer].inputs if value not in stop]
+    return ops
+
+
+def stage_points(graph: Graph) -> list[StagePoint]:
+    """Returns the places in the backward pass where exactly one large backward value is alive."""
+    ops = list(graph.backward_ops())
+    forward = graph.forward_values
+    last: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        for value in op.inputs:
+            if not forward[value]:
+                last[value] = position
+    alive = {value for value in graph.cotangents if value in last}
+    points: list[StagePoint] = []
+    for position, op in enumerate(ops):
+        if alive:
+            largest = max(graph.values[value].nbytes for value in alive)
+            frontier = [v for v in alive if 16 * graph.values[v].nbytes >= largest]
+            if position == 0 or (len(frontier) == 1 and _worth_tying(graph, op, frontier[0])):
+                points.append(StagePoint(op.id, tuple(sorted(frontier))))
+        alive.difference_update([v for v in op.inputs if last.get(v) == position])
+        alive.update(value for value in op.outputs if value in last)
+    return points
+
+
+def _worth_tying(graph: Graph, op: Op, value: int) -> bool:
+    """Whether a cotangent becomes a buffer anyway, so that a barrier on it costs no fusion."""
+    users = [graph.ops[user] for user in graph.users[value]]
+    return op.id == users[0].id and (len(users) > 1 or not users[0].fusible)
+
+
+def build_schedule(graph: Graph, saved: Collection[int], *, barriers: bool = True) -> Schedule:
+    """Returns the schedule that keeps exactly `saved` and recomputes the rest on demand.
+
+    Args:
+        graph: a joint graph.
+        saved: forward values to keep; inputs among them are read where they are.
+        barriers: tie recomputation to the backward pass; not needed inside a loop body, where the
+            loop already separates forward from backward.
+    """
+    steps = _forward_steps(graph, set(saved))
+    steps.append(Step("turn"))
+    steps += _Backward(graph, set(saved), barriers).run()
+    return Schedule(tuple(_with_frees(graph, steps, set(saved))))
+
+
+def _forward_steps(graph: Graph, saved: set[int]) -> list[Step]:
+    sources = {*graph.inputs, *graph.constants}
+    needed = _closure(graph, (*graph.outputs, *saved), sources)
+    effects = [op.id for op in graph.forward_ops() if op.effectful]
+    needed |= set(effects) | _closure(
+        graph, (value for op in effects for value in graph.ops[op].inputs), sources
+    )
+    steps: list[Step] = []
+    for op in graph.forward_ops():
+        if op.id not in needed:
+            continue
+        steps.append(Step("compute", op.id))
+        for value in op.outputs:
+            if value in saved and form_of(graph.values[value]) != "raw":
+                steps.append(Step("encode", value))
+                if _drawn(graph, value):
+                    # The forward pass reads the mask back from its bits: the random draw then feeds one
+                    # kernel that writes bits only, and the byte-wide mask is never written.
+                    steps.append(Step("decode", value))
+    return steps
+
+
+def _drawn(graph: Graph, value: int, depth: int = 12) -> bool:
+    """Whether a value is an element-wise function of random bits."""
+    producer = graph.values[value].producer
+    if producer is None or depth == 0:
+        return False
+    op = graph.ops[producer]
+    if op.random:
+        return True
+    cheap = op.fusible and not op.heavy
+    return cheap and any(_drawn(graph, source, depth - 1) for source in op.inputs)
+
+
+class _Backward:
+    """Emits the backward steps, recomputing on demand."""
+
+    def __init__(self, graph: Graph, saved: set[int], barriers: bool) -> None:
+        self.graph = graph
+        self.saved = saved
+        self.sources = {*graph.inputs, *graph.constants}
+        self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
+        self.ready: set[int] = set()  # forward values that are there
+        self.steps: list[Step] = []
+
+    def run(self) -> list[Step]:
+        """Returns the steps of the whole backward pass."""
+        stages = self._stages()
+        for point, ops in stages:
+            body = self._stage(ops, last=ops is stages[-1][1])
+            if point is not None:
+                self._barrier(point, body)
+            self.steps += body
+        return self.steps
+
+    def _stages(self) -> list[tuple[StagePoint | None, list[Op]]]:
+        stages: list[tuple[StagePoint | None, list[Op]]] = [(None, [])]
+        for op in self.graph.backward_ops():
+            point = self.points.get(op.id)
+            if point is not None:
+                stages.append((point, []))
+            stages[-1][1].append(op)
+        return [stage for stage in stages if stage[1]] or stages
+
+    def _stage(self, ops: list[Op], last: bool) -> list[Step]:
+        self._forget()
+        body: list[Step] = []
+        for op in ops:
+            self._require(op.inputs, body)
+            body.append(Step("compute", op.id))
+        if last:
+            self._require(self.graph.gradients, body)
+        return body
+
+    def _forget(self) -> None:
+        """Between stages drop what is cheap to compute again, so that it is not kept alive."""
+        fixed = {v for v in self.ready if not self._cheap(v)} | self.saved | self.sources
+        for value in sorted(self.ready - fixed):
+            redo = _closure(self.graph, (value,), fixed, _REDO_LIMIT)
+            if len(redo) <= _REDO_LIMIT and all(self.graph.ops[op].fusible for op in redo):
+                self.ready.discard(value)
+
+    def _cheap(self, value: int) -> bool:
+        producer = self.graph.values[value].producer
+        return producer is None or self.graph.ops[producer].fusible
+
+    def _require(self, values: Iterable[int], body: list[Step]) -> None:
+        forward = self.graph.forward_values
+        missing = [v for v in dict.fromkeys(values) if forward[v] and v not in self.ready]
+        for value in missing:
+            if value in self.saved and value not in self.sources and self._encoded(value):
+                body.append(Step("decode", value))
+                self.ready.add(value)
+        stop = self.ready | self.saved | self.sources
+        order = sorted(_closure(self.graph, missing, stop))
+        for index in order:
+            op = self.graph.ops[index]
+            for value in op.inputs:
+                if value in self.saved and value not in self.ready and self._encoded(value):
+                    body.append(Step("decode", value))
+                    self.ready.add(value)
+            body.append(Step("compute", index))
+            self.ready.update(op.outputs)
+
+    def _encoded(self, value: int) -> bool:
+        return value not in self.sources and form_of(self.graph.values[value]) != "raw"
+
+    def _barrier(self, point: StagePoint, body: list[Step]) -> None:
+        """Puts a barrier before a stage that recomputes something.
+
+        Tied are the kept values that recomputation reads, and any argument that alone feeds a
+        recomputed operator: everything recomputed then depends on the cotangent.
+        """
+        graph, forward = self.graph, self.graph.forward_values
+        again = [
+            graph.ops[step.target]
+            for step in body
+            if step.action == "compute" and graph.ops[step.target].phase == "forward"
+        ]
+        decoded = {step.target for step in body if step.action == "decode"}
+        if not again and not decoded:
+            return
+        small = all(graph.values[value].nbytes <= 64 for value in point.frontier)
+        if small:  # a scalar loss: its cotangent is a constant and can order nothing
+            return
+        made = {value for op in again for value in op.outputs}
+        tied = set(decoded)
+        for op in again:
+            tied.update(v for v in op.inputs if v in self.saved and v not in self.sources)
+        tainted = set(tied)
+        for op in again:
+            reads = [v for v in op.inputs if forward[v] and v not in graph.constants]
+            if not any(v in tainted for v in reads):
+                tied.update(v for v in reads if v not in made)
+            if reads:
+                tainted.update(op.outputs)
+        if tied:
+            self.steps.append(Step("barrier", values=(*sorted(tied), *point.frontier)))
+
+
+def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
+    """Inserts a `free` after the last read of every computed value, and `drop` of encoded forms."""
+    held = {*graph.inputs, *graph.constants, *graph.cotangents, *graph.outputs, *graph.gradients}
+    turn = next(i for i, step in enumerate(steps) if step.action == "turn")
+    encoded = {v for v in saved if v not in graph.inputs and form_of(graph.values[v]) != "raw"}
+    kept_raw = saved - encoded
+    out: list[list[Step]] = [[step] for step in steps]
+    wanted: set[int] = set()  # values read later
+    wanted_bits: set[int] = set()
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        if step.action == "turn":
+            wanted |= kept_raw
+            continue
+        reads, writes = _reads_writes(graph, step)
+        for value in (*writes, *reads):
+            if value not in wanted and value not in held:
+                out[index].append(Step("free", value))
+        wanted.difference_update(writes)
+        wanted.update(reads)
+        if step.action == "decode" and step.target not in wanted_bits:
+            wanted_bits.add(step.target)
+            if index > turn:
+                out[index].append(Step("drop", step.target))
+    return [step for group in out for step in dict.fromkeys(group)]
+
+
+def _reads_writes(graph: Graph, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if step.action == "compute":
+        op = graph.ops[step.target]
+        return op.inputs, op.outputs
+    if step.action == "encode":
+        return (step.target,), ()
+    if step.action == "decode":
+        return (), (step.target,)
+    return (), ()

@@ -1,0 +1,375 @@
+"""The reference networks compute what their papers say; nothing here tests `remat` itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models import cases, gpt, lstm, mlp, resnet, text
+
+BLOCKS: dict[str, Any] = {"layers": 2, "batch": 2, "length": 8, "width": 16, "heads": 2}
+GPT_MICRO = gpt.GPTConfig(vocab_size=128, context=16, layers=2, width=16, heads=2, dropout=0.1)
+RESNET_MICRO = resnet.ResNetConfig(stages=(1, 1), block="bottleneck", filters=4, classes=10)
+LSTM_MICRO = lstm.LSTMConfig(vocab_size=128, width=8, dropout=0.1)
+
+
+def count(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def assert_trees_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
+
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+
+
+def value_and_grad(loss: Callable[..., Any], *arguments: Any) -> Any:
+    return jit(jax.value_and_grad(loss))(*arguments)
+
+
+def micro(name: str) -> gpt.Case:
+    return {
+        "gpt": lambda: gpt.gpt_loss(GPT_MICRO, batch=2),
+        "resnet": lambda: resnet.resnet_scalar_loss(RESNET_MICRO, batch=2, size=16),
+        "lstm": lambda: lstm.lstm_loss(LSTM_MICRO, batch=2, length=8),
+        "mlp": lambda: mlp.residual_mlp(layers=3, width=8, hidden=16, batch=4),
+        "blocks bf16": lambda: gpt.blocks_scanned(**BLOCKS, dropout=0.1, dtype=jnp.bfloat16),
+    }[name]()
+
+
+# --- every case
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_case_is_a_scalar_float_loss_of_its_shapes(name: str) -> None:
+    loss, shapes = cases.CASES[name]()
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
+    value, grads = jax.eval_shape(jax.value_and_grad(loss), *shapes)
+    assert value == jax.ShapeDtypeStruct((), jnp.float32)
+    assert jax.tree.map(lambda leaf: leaf.shape, grads) == jax.tree.map(
+        lambda leaf: leaf.shape, shapes[0]
+    )
+
+
+def test_cases_are_importable_by_name() -> None:
+    assert set(cases.SMALL_CASES) <= set(cases.CASES)
+    assert all(getattr(cases, name) is factory for name, factory in cases.CASES.items())
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "lstm", "mlp", "blocks bf16"])
+def test_loss_and_gradient_are_finite_and_no_parameter_is_idle(name: str) -> None:
+    loss, shapes = micro(name)
+    value, grads = value_and_grad(loss, *cases.materialize(shapes))
+    assert np.isfinite(value)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert jnp.isfinite(leaf).all(), jax.tree_util.keystr(path)
+        assert jnp.any(leaf != 0), jax.tree_util.keystr(path)
+
+
+def test_materialize_is_deterministic_and_keeps_shapes_and_dtypes() -> None:
+    shapes = {
+        "kernel": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
+        "scale": jax.ShapeDtypeStruct((64,), jnp.float32),
+        "tokens": jax.ShapeDtypeStruct((4, 8), jnp.int32),
+        "key": gpt.key_shape(),
+        "keys": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3)),
+    }
+    arrays = cases.materialize(shapes, seed=1)
+    for left, right in zip(jax.tree.leaves(arrays), jax.tree.leaves(shapes), strict=True):
+        assert (left.shape, left.dtype) == (right.shape, right.dtype)
+    again = cases.materialize(shapes, seed=1)
+    raw = functools.partial(jax.tree.map, lambda x: jax.random.key_data(x) if _is_key(x) else x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), raw(arrays), raw(again)))
+    assert abs(float(arrays["scale"].mean()) - 1.0) < 0.1
+    assert 0 <= int(arrays["tokens"].min()) <= int(arrays["tokens"].max()) < 8
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# --- parameter counts
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (gpt.GPT2_SMALL, 124_475_904),
+        (dataclasses.replace(gpt.GPT2_SMALL, vocab_size=50257), 124_439_808),
+        (dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True), 124_475_904),
+        (dataclasses.replace(gpt.GPT2_SMALL, tied_head=False), 124_475_904 + 50304 * 768),
+    ],
+)
+def test_gpt2_parameter_count(config: gpt.GPTConfig, parameters: int) -> None:
+    assert count(jax.eval_shape(lambda: gpt.init_params(config))) == parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (resnet.RESNET18, 11_689_512),
+        (resnet.RESNET50, 25_557_032),
+        (resnet.RESNET152, 60_192_808),
+    ],
+)
+def test_resnet_parameter_count(config: resnet.ResNetConfig, parameters: int) -> None:
+    params, _ = jax.eval_shape(lambda: resnet.init_variables(config, 224))
+    assert count(params) == parameters
+
+
+# --- GPT
+
+
+def micro_gpt_arguments(config: gpt.GPTConfig = GPT_MICRO) -> tuple[Any, jax.Array, jax.Array]:
+    _, shapes = gpt.gpt_loss(config, batch=2)
+    tokens, targets = next(text.batches(0, 2, config.context, 1))
+    return cases.materialize(shapes[0]), jnp.asarray(tokens), jnp.asarray(targets)
+
+
+def test_scanned_and_unrolled_gpt_agree() -> None:
+    params, tokens, targets = micro_gpt_arguments()
+    scanned_config = dataclasses.replace(GPT_MICRO, scan_layers=True)
+    stacked = gpt.stack_blocks(params, GPT_MICRO.layers)
+    shapes = jax.eval_shape(lambda: gpt.init_params(scanned_config))
+    assert jax.tree.map(jnp.shape, stacked) == jax.tree.map(jnp.shape, shapes)
+    value, grads = value_and_grad(gpt.loss_fn(GPT_MICRO), params, tokens, targets, None)
+    scanned = value_and_grad(gpt.loss_fn(scanned_config), stacked, tokens, targets, None)
+    assert_trees_close(scanned, (value, gpt.stack_blocks(grads, GPT_MICRO.layers)))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_dropout_is_a_function_of_the_key(scan_layers: bool) -> None:
+    config = dataclasses.replace(GPT_MICRO, scan_layers=scan_layers)
+    loss = functools.partial(jit(gpt.loss_fn(config)), *micro_gpt_arguments(config))
+    assert loss(jax.random.key(1)) == loss(jax.random.key(1))
+    assert loss(jax.random.key(1)) != loss(jax.random.key(2))
+    assert loss(jax.random.key(1)) != loss(None)
+
+
+def test_scanned_layers_draw_different_dropout_masks() -> None:
+    config = dataclasses.replace(GPT_MICRO, scan_layers=True, dropout=0.5)
+    params, tokens, _ = micro_gpt_arguments(config)
+    apply = functools.partial(
+        gpt.GPT(config).apply,
+        deterministic=False,
+        rngs={"dropout": jax.random.key(0)},
+        capture_intermediates=lambda module, _: isinstance(module, nn.Dropout),
+        mutable=["intermediates"],
+    )
+    _, state = jit(apply)({"params": params}, tokens)
+    dropped = [leaf == 0 for leaf in jax.tree.leaves(state["intermediates"]["blocks"])]
+    assert all(jnp.any(mask[0] != mask[1]) for mask in dropped if mask.shape[0] == 2)
+
+
+def test_attention_is_causal() -> None:
+    params, tokens, _ = micro_gpt_arguments()
+    changed = tokens.at[:, 9].add(1)
+    logits: Any = jit(lambda ids: gpt.GPT(GPT_MICRO).apply({"params": params}, ids, True))
+    difference = jnp.abs(logits(tokens) - logits(changed))
+    assert jnp.max(difference[:, :9]) == 0.0
+    assert jnp.min(jnp.max(difference[:, 9:], axis=-1)) > 0.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_causal_softmax_rows_sum_to_one(dtype: Any) -> None:
+    query, key = jax.random.normal(jax.random.key(0), (2, 2, 8, 2, 4), dtype)
+    probabilities = gpt.causal_softmax(query, key, dtype)
+    assert probabilities.dtype == dtype
+    np.testing.assert_allclose(probabilities.astype(jnp.float32).sum(-1), 1.0, atol=2e-2)
+    assert jnp.all(jnp.triu(probabilities, 1) == 0)
+
+
+def test_gpt_config_rejects_indivisible_heads() -> None:
+    with pytest.raises(ValueError, match="`heads` must divide `width`"):
+        dataclasses.replace(GPT_MICRO, heads=3)
+
+
+def test_cross_entropy_of_uniform_logits_is_the_log_of_the_vocabulary() -> None:
+    loss = gpt.cross_entropy(jnp.zeros((2, 3, 128), jnp.bfloat16), jnp.zeros((2, 3), jnp.int32))
+    np.testing.assert_allclose(loss, np.log(128), rtol=1e-6)
+
+
+# --- bare stacks of blocks
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_scanned_and_unrolled_blocks_agree(dropout: float) -> None:
+    scanned, scanned_shapes = gpt.blocks_scanned(**BLOCKS, dropout=dropout)
+    unrolled, unrolled_shapes = gpt.blocks_unrolled(**BLOCKS, dropout=dropout)
+    params, x, key = cases.materialize(unrolled_shapes)
+    stacked = gpt.stack_layers(params)
+    assert jax.eval_shape(lambda: stacked) == scanned_shapes[0]
+    value, grads = value_and_grad(unrolled, params, x, key)
+    expected = (value, gpt.stack_layers(grads))
+    assert_trees_close(value_and_grad(scanned, stacked, x, key), expected)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_real_block_arguments_have_the_example_shapes(stacked: bool) -> None:
+    make = gpt.blocks_scanned if stacked else gpt.blocks_unrolled
+    _, shapes = make(**BLOCKS, dtype=jnp.bfloat16)
+    init = functools.partial(gpt.init_args, **BLOCKS, dtype=jnp.bfloat16, stacked=stacked)
+    arguments: Any = jit(init)()
+    assert jax.eval_shape(lambda: arguments) == shapes
+    assert {leaf.dtype for leaf in jax.tree.leaves(arguments[:2])} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("blocks", [gpt.blocks_scanned, gpt.blocks_unrolled])
+def test_wrapped_blocks_keep_value_and_gradient(blocks: Any) -> None:
+    wrap = functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False
+    )
+    plain, shapes = blocks(**BLOCKS)
+    wrapped, _ = blocks(**BLOCKS, wrap=wrap)
+    arguments = cases.materialize(shapes)
+    assert "remat" in str(jax.make_jaxpr(wrapped)(*arguments))
+    expected = value_and_grad(plain, *arguments)
+    assert_trees_close(value_and_grad(wrapped, *arguments), expected)
+
+
+# --- hand-made checkpointing through `wrap_block`
+
+DOTS_SAVEABLE = functools.partial(nn.remat, policy=jax.checkpoint_policies.dots_saveable)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda wrap: gpt.gpt_loss(GPT_MICRO, 2, wrap_block=wrap and _static_flag(wrap)),
+        lambda wrap: gpt.gpt_loss(
+            dataclasses.replace(GPT_MICRO, scan_layers=True),
+            2,
+            wrap_block=wrap and _static_flag(wrap),
+        ),
+        lambda wrap: resnet.resnet_scalar_loss(RESNET_MICRO, 2, 16, wrap),
+        lambda wrap: lstm.lstm_loss(LSTM_MICRO, 2, 8, wrap),
+    ],
+    ids=["gpt", "gpt scan", "resnet", "lstm"],
+)
+def test_wrapped_modules_keep_parameters_value_and_gradient(make: Any) -> None:
+    plain, shapes = make(None)
+    wrapped, _ = make(DOTS_SAVEABLE)
+    arguments = cases.materialize(shapes)
+    expected = value_and_grad(plain, *arguments)
+    assert "remat" in str(jax.make_jaxpr(wrapped)(*arguments))
+    assert_trees_close(value_and_grad(wrapped, *arguments), expected)
+
+
+def _static_flag(wrap: Any) -> Any:
+    return functools.partial(wrap, static_argnums=(2,))
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (lambda config: gpt.gpt_loss(config, 2), GPT_MICRO),
+        (lambda config: gpt.gpt_loss(config, 2), dataclasses.replace(GPT_MICRO, scan_layers=True)),
+        (lambda config: resnet.resnet_loss(config, 2, 16), RESNET_MICRO),
+        (lambda config: lstm.lstm_loss(config, 2, 8), LSTM_MICRO),
+    ],
+    ids=["gpt", "gpt scan", "resnet", "lstm"],
+)
+def test_remat_policy_keeps_the_parameters_and_reaches_the_trace(make: Any, config: Any) -> None:
+    pytest.importorskip("remat.linen", exc_type=ImportError)
+    _, shapes = make(config)
+    loss, policy_shapes = make(dataclasses.replace(config, remat_policy="full"))
+    assert policy_shapes == shapes
+    assert "remat" in str(jax.make_jaxpr(loss)(*shapes))
+
+
+# --- ResNet, MLP
+
+
+def test_resnet_training_updates_the_running_statistics() -> None:
+    loss, shapes = resnet.resnet_loss(RESNET_MICRO, batch=2, size=16)
+    params, stats, images, labels = cases.materialize(shapes)
+    _, updated = jit(loss)(params, stats, images, labels)
+    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, stats)
+    changed = jax.tree.map(lambda old, new: bool(jnp.any(old != new)), stats, updated)
+    assert jax.tree.all(changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "channels"), [(resnet.RESNET18_SMALL, 64), (resnet.RESNET50_SMALL, 256)]
+)
+def test_resnet_strides_by_thirty_two(config: resnet.ResNetConfig, channels: int) -> None:
+    params, stats = jax.eval_shape(lambda: resnet.init_variables(config, 64))
+    _, state = jax.eval_shape(
+        lambda params, stats, images: resnet.ResNet(config).apply(
+            {"params": params, "batch_stats": stats},
+            images,
+            mutable=["batch_stats", "intermediates"],
+            capture_intermediates=True,
+        ),
+        params,
+        stats,
+        jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32),
+    )
+    last = f"stage_3_block_{config.stages[3] - 1}"
+    assert state["intermediates"][last]["__call__"][0].shape == (1, 2, 2, channels)
+
+
+def test_residual_mlp_names_its_fifteen_boundaries() -> None:
+    loss, shapes = mlp.residual_mlp()
+    equations = jax.make_jaxpr(loss)(*shapes).jaxpr.eqns
+    names = [eqn.params["name"] for eqn in equations if eqn.primitive.name == "name"]
+    assert names == list(mlp.boundary_names()) == [f"layer_{index}" for index in range(15)]
+
+
+# --- text and learning
+
+
+def test_text_is_english_and_split_without_overlap() -> None:
+    train, validation = text.corpus("train"), text.corpus("validation")
+    assert train.dtype == np.uint8 and train.max() < text.VOCAB_SIZE
+    assert len(train) > 300_000
+    assert b" the " in train.tobytes()
+    np.testing.assert_array_equal(np.concatenate([train, validation]), text.corpus())
+
+
+def test_text_batches_are_deterministic_shifted_windows() -> None:
+    first, again = (list(text.batches(7, batch=3, length=11, steps=4)) for _ in range(2))
+    assert len(first) == 4
+    for (tokens, targets), (other_tokens, other_targets) in zip(first, again, strict=True):
+        assert tokens.shape == targets.shape == (3, 11)
+        assert tokens.dtype == targets.dtype == np.int32
+        np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+        np.testing.assert_array_equal(tokens, other_tokens)
+        np.testing.assert_array_equal(targets, other_targets)
+    different = next(text.batches(8, batch=3, length=11, steps=1))[0]
+    assert not np.array_equal(different, first[0][0])
+    held_out = next(text.batches(7, batch=3, length=11, steps=1, split="validation"))[0]
+    assert not np.array_equal(held_out, first[0][0])
+
+
+def test_gpt_tiny_learns_english() -> None:
+    optimizer = optax.adam(3e-3)
+    loss = gpt.loss_fn(gpt.GPT_TINY)
+
+    @jit
+    def step(params: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, *batch, key)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = jit(lambda: gpt.init_params(gpt.GPT_TINY))()
+    state = optimizer.init(params)
+    losses = []
+    for index, batch in enumerate(text.batches(0, 8, 64, steps=20)):
+        params, state, value = step(params, state, batch, jax.random.key(index))
+        losses.append(float(value))
+    assert abs(losses[0] - np.log(128)) < 0.3
+    assert losses[-1] < losses[0] - 1.0
