@@ -1,18 +1,25 @@
-"""Every jax primitive, classified on purpose: what it costs, whether XLA fuses it, whether it may run twice.
+"""Every jax primitive, classified on purpose: its cost, whether XLA fuses it, if it may run twice.
 
-Works from the primitive's name, its parameters and anything with `.shape` and `.dtype`; imports no jax, so
-that the table can be read and tested on its own. Three decisions that are not obvious:
+Works from the primitive's name, its parameters and anything with `.shape` and `.dtype`; imports no
+jax, so that the table can be read and tested on its own. Decisions that are not obvious:
 
-- *Fusible* is what XLA:GPU does (`IsUniversallyLoopFusible` in XLA's `gpu_fusible.cc`): element-wise operators,
-  data movement, `gather`, `dynamic_slice` and `dynamic_update_slice` are fused on both sides; a sum is fused with
-  what it reads. Departures, both towards "not fusible": a `reduce_window`, which XLA may fuse as a producer at the
-  price of recomputing every window, and multi-output reductions (`argmax`), whose results are never inlined.
-- *Flops* are the operations that a straightforward kernel executes. A convolution counts the taps that fall into
-  the padding (implicit-GEMM kernels execute them) but not those that fall between the elements of a dilated input,
-  so that a strided convolution and its two gradients cost the same. XLA's `cost_analysis` leaves both out.
-- JAX's random numbers are a function of their key, so they may be recomputed; `rng_uniform` is stateful and may not.
+- *Fusible* is what XLA:GPU does (`IsUniversallyLoopFusible` in XLA's `gpu_fusible.cc`): element-wise
+  operators, data movement, `gather`, `dynamic_slice` and `dynamic_update_slice` are fused on both
+  sides; a sum is fused with what it reads. Two departures, both towards "not fusible": a
+  `reduce_window`, which XLA may fuse as a producer at the price of recomputing every window, and
+  multi-output reductions (`argmax`), whose results are never inlined.
+- *Flops* are the operations that a straightforward kernel executes. A convolution counts the taps
+  that fall into the padding (implicit-GEMM kernels execute them) but not those that fall between
+  the elements of a dilated input, so that a strided convolution and its two gradients cost the same.
+  XLA's `cost_analysis` leaves both out.
+- JAX's random numbers are a function of their key, so they may be recomputed; `rng_uniform` is
+  stateful and may not. Deriving keys is cheap and does not count as random.
+- A collective is never repeated, except for those that communicate nothing: `axis_index`, and the
+  identities (`pvary`, ...) that change what a type says about a mesh axis. A sharding constraint is
+  taken as the identity it is on one device.
 
-A name that is not in `TABLE` is `OpClass.OPAQUE`, is never recomputed, and says so in `OpCost.reason`.
+A name that is not in `TABLE` is `OpClass.OPAQUE`, is never recomputed, and says so in
+`OpCost.reason`.
 """
 
 from __future__ import annotations
@@ -46,9 +53,7 @@ class OpClass(enum.Enum):
     POINTWISE = "pointwise"  # an output element depends on the same element of each input
     VIEW = "view"  # moves, repeats or reinterprets, or makes from nothing (iota); no arithmetic
     REDUCTION = "reduction"  # combines the elements along some axes; running totals too
-    HEAVY = (
-        "heavy"  # compute bound, or a library call: matmuls, convolutions, factorisations, sorts
-    )
+    HEAVY = "heavy"  # compute bound or a library call: matmuls, convolutions, factorisations
     INDEXED = "indexed"  # addresses depend on data or on a sliding window
     RANDOM = "random"  # random bits, and the plumbing of the keys
     CONTROL = "control"  # has bodies that run zero, one or many times, or on shards
@@ -111,7 +116,7 @@ class OpSpec:
     exact: bool = True
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------
 
 # Types that numpy holds in a byte and XLA packs. Every other dtype is as large as its `itemsize`.
 _PACKED_BITS: Mapping[str, int] = MappingProxyType(
@@ -135,9 +140,9 @@ def aval_size(aval: Any) -> int:
 def aval_bytes(aval: Any) -> int:
     """Returns the bytes an array takes in device memory.
 
-    A bool takes one byte, int4 half of one (the array is rounded up to whole bytes), float0 none. A PRNG key
-    takes what its implementation stores (`uint32[2]` for threefry); a key type that does not tell falls back to
-    its `itemsize`, and something with neither (a token) takes none.
+    A bool takes one byte, int4 half of one (the array is rounded up to whole bytes), float0 none. A
+    PRNG key takes what its implementation stores (`uint32[2]` for threefry); a key type that does
+    not tell falls back to its `itemsize`, and something with neither (a token) takes none.
     """
     return (aval_size(aval) * _dtype_bits(getattr(aval, "dtype", None)) + 7) // 8
 
@@ -160,7 +165,7 @@ def _is_complex(aval: Any) -> bool:
     return _dtype_name(getattr(aval, "dtype", None)).startswith("complex")
 
 
-# --- counting flops --------------------------------------------------------------------------------------------------
+# --- counting flops -----------------------------------------------------------------------------
 
 
 def _free(params: Params, ins: Avals, outs: Avals) -> int:
@@ -219,7 +224,7 @@ def _dot_general(params: Params, ins: Avals, outs: Avals) -> int:
 def _ragged_dot_general(params: Params, ins: Avals, outs: Avals) -> int:
     """Counts the rows that some group owns as all rows: group sizes are data.
 
-    A ragged contraction has an output per group but multiplies every row once, whichever group owns it.
+    A ragged contraction has an output per group but multiplies every row once, in whichever group.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
@@ -236,8 +241,8 @@ def _matmul_last_axis(params: Params, ins: Avals, outs: Avals) -> int:
 def _convolution(params: Params, ins: Avals, outs: Avals) -> int:
     """Counts output channels x batch x input channels of one group x taps, in every layout.
 
-    The kernel's input feature dimension is already that of one group (`feature_group_count`), and the output's
-    batch dimension that of one batch group, so groups need no further division.
+    The kernel's input feature dimension is already that of one group (`feature_group_count`), and
+    the output's batch dimension that of one batch group, so groups need no further division.
     """
     numbers = params["dimension_numbers"]
     kernel, out = ins[1].shape, outs[0].shape
@@ -261,7 +266,7 @@ def _convolution(params: Params, ins: Avals, outs: Avals) -> int:
 def _taps(
     size: int, width: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Counts pairs of output position and kernel tap that meet no zero inserted by `lhs_dilation`."""
+    """Counts pairs of output position and tap that meet no zero inserted by `lhs_dilation`."""
     if lhs_dilation == 1:
         return size * width
     period = lhs_dilation
@@ -374,8 +379,14 @@ def _windows_of_output(weight: int) -> Counter:
 
 
 def _select_and_scatter(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts a comparison per window element and an addition per window; the source is one of the inputs."""
-    return min(map(aval_size, ins[:2])) * (_window(params) + 1)
+    """Counts a comparison per window element and an addition per window.
+
+    There is a window per element of the source, which comes second in `select_and_scatter` and
+    first in `select_and_scatter_add`; the operand, whose shape the output has, is the other one.
+    """
+    first, second = map(aval_size, ins[:2])
+    source = second if first == aval_size(outs[0]) else first
+    return source * (_window(params) + 1)
 
 
 def _scatter_combine(params: Params, ins: Avals, outs: Avals) -> int:
@@ -384,14 +395,18 @@ def _scatter_combine(params: Params, ins: Avals, outs: Avals) -> int:
 
 
 def _random_bits(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts by the key's implementation: one threefry block, or a part of a philox block, per element."""
-    impl = getattr(getattr(ins[0], "dtype", None), "_impl", None)
-    name = str(getattr(impl, "name", "threefry2x32"))
-    return aval_size(outs[0]) * (_THREEFRY if "fry" in name else _PHILOX_WORD)
+    """Counts, per element, one threefry block or a word of a philox block."""
+    return aval_size(outs[0]) * (_THREEFRY if _is_threefry(ins[0]) else _PHILOX_WORD)
+
+
+def _is_threefry(key: Any) -> bool:
+    """Tells by the key's implementation; one that does not tell is jax's default, threefry."""
+    implementation = getattr(getattr(key, "dtype", None), "_impl", None)
+    return "fry" in str(getattr(implementation, "name", "threefry2x32"))
 
 
 def _attention(weight: int) -> Counter:
-    """Counts `weight` multiplications of queries and keys; two in the forward pass, five in the backward."""
+    """Counts `weight` products of queries and keys: two in the forward pass, five in the backward."""
 
     def count(params: Params, ins: Avals, outs: Avals) -> int:
         # cuDNN's layouts: 0 is batch, time, heads, features; 1 is batch, heads, time, features.
@@ -418,33 +433,35 @@ def _sparse_product(params: Params, ins: Avals, outs: Avals) -> int:
 
 
 def _kernel_estimate(params: Params, ins: Avals, outs: Avals) -> int:
-    """Reads the author's `cost_estimate`; without one, one operation per element read and written."""
+    """Reads the author's `cost_estimate`; without one, one operation per element of each operand."""
     estimate = getattr(params.get("cost_estimate"), "flops", None)
     if estimate is not None:
         return int(estimate)
     return sum(map(aval_size, (*ins, *outs)))
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------
 
 _DIVIDE = 4
-# Threefry-2x32, 20 rounds: 20 x (add, two shifts, or, xor), 17 key additions, and the final xor of both halves.
+# Threefry-2x32: 20 rounds of (add, two shifts, or, xor), 17 key additions, and the xor of both words,
+# by which jax's partitionable form makes one element of up to 32 bits.
 _THREEFRY = 118
-# Philox-4x32, 10 rounds of 4 multiplications, 4 xors and 2 additions, shared by 4 words; and the counter.
+# Philox-4x32: 10 rounds of 4 multiplications, 4 xors and 2 additions for 4 words, and the counter.
 _PHILOX_WORD = 30
 
-# Operations per element, in units of one multiplication, as a vectorised kernel without special hardware spends them:
-# a polynomial of the needed degree plus range reduction. They rank operators; they do not decide any plan alone,
-# because a pointwise operator is bound by memory traffic up to some fifty operations per element (Yu & He).
+# Operations per element, in units of one multiplication, as a vectorised kernel without special
+# hardware spends them: a polynomial of the needed degree and a range reduction. They rank operators
+# and hardly ever decide alone: a pointwise operator is bound by memory traffic up to some fifty
+# operations per element (Yu & He, section 3.1).
 _POINTWISE_WEIGHTS: Mapping[str, int] = MappingProxyType(
     {
         **dict.fromkeys(("real", "imag"), 0),
         **dict.fromkeys(
             """
-            abs and ceil clz complex conj convert_element_type copysign eq eq_to floor ge gt is_finite le le_to lt
-            lt_to max min mulhi ne not or population_count reduce_precision round select select_n shift_left
-            shift_right_arithmetic shift_right_logical sign xor
-            """.split(),
+            abs and ceil clz complex conj convert_element_type copysign eq eq_to floor ge gt
+            is_finite le le_to lt lt_to max min mulhi ne not or population_count reduce_precision
+            round select select_n shift_left shift_right_arithmetic shift_right_logical sign xor
+""".split(),
             1,
         ),
         **dict.fromkeys(("clamp", "stochastic_round"), 2),
@@ -471,7 +488,7 @@ _POINTWISE_WEIGHTS: Mapping[str, int] = MappingProxyType(
     }
 )
 
-# --- reasons ---------------------------------------------------------------------------------------------------------
+# --- reasons ------------------------------------------------------------------------------------
 
 _UNKNOWN = "`{}` is not a primitive this library knows: taken as opaque, never recomputed"
 _CONTROL = "a loop or branch is planned as a whole, it is not repeated"
@@ -482,9 +499,8 @@ _COLLECTIVE = (
 _EFFECT = "it has side effects and must run exactly once"
 _CUSTOM = "a custom call: what it does cannot be seen"
 _KERNEL = "it belongs into the body of a Pallas kernel"
-_CHEAP_LOCAL: Mapping[str, Any] = MappingProxyType({"fusible": True})
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------
 
 
 def _rows(names: str, spec: OpSpec) -> dict[str, OpSpec]:
@@ -511,9 +527,10 @@ def _views() -> dict[str, OpSpec]:
     view = OpSpec(OpClass.VIEW, _free, fusible=True)
     return _rows(
         """
-        bitcast_convert_type broadcast broadcast_in_dim broadcast_to concatenate copy copy_p expand_dims from_edtype
-        iota iota_2x32_shape pad reshape rev slice split squeeze stack tile to_edtype transpose unstack zeros_like
-        """,
+        bitcast_convert_type broadcast broadcast_in_dim broadcast_to concatenate copy copy_p
+        expand_dims from_edtype iota iota_2x32_shape pad reshape rev slice split squeeze stack tile
+        to_edtype transpose unstack zeros_like
+""",
         view,
     ) | _rows(
         "empty empty2", replace(view, fusible=False)
@@ -572,23 +589,23 @@ def _heavy() -> dict[str, OpSpec]:
         "spsolve": about(_per_input(50)),
         **_rows(
             """
-            bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec
-            coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv
-            """,
+            bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat
+            coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv
+""",
             about(_sparse_product),
         ),
         **_rows(
             """
-            dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_fp8_fwd
-            dot_product_attention_fp8_fwd_wrapper
-            """,
+            dot_product_attention_fwd dot_product_attention_fwd_wrapper
+            dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+""",
             about(_attention(2)),
         ),
         **_rows(
             """
-            dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
-            dot_product_attention_fp8_bwd_wrapper
-            """,
+            dot_product_attention_bwd dot_product_attention_bwd_wrapper
+            dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
+""",
             about(_attention(5)),
         ),
         "rnn_fwd": about(_rnn(1)),
@@ -664,10 +681,11 @@ def _bodies() -> dict[str, OpSpec]:
     call = OpSpec(OpClass.CALL, _free, recomputable=False, reason=_CALL, exact=False)
     return _rows("cond custom_linear_solve scan shard_map while xla_pmap", control) | _rows(
         """
-        call checkpoint closed_call composite core_call core_closed_call custom_jvp_call custom_jvp_call_jaxpr
-        custom_lin custom_transpose custom_transpose_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call
-        eval_jaxpr jit linear_call pjit remat remat2 remat_call remat_opt xla_call
-        """,
+        call checkpoint closed_call composite core_call core_closed_call custom_jvp_call
+        custom_jvp_call_jaxpr custom_lin custom_transpose custom_transpose_call custom_vjp_call
+        custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call pjit remat remat2
+        remat_call remat_opt xla_call
+""",
         call,
     )
 
@@ -680,19 +698,21 @@ def _collectives() -> dict[str, OpSpec]:
     return (
         _rows(
             """
-            all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
-            all_gather_start all_to_all all_to_all_done all_to_all_start global_array_to_host_local_array
-            host_local_array_to_global_array pbroadcast pbroadcast_done pbroadcast_start pgather ppermute
-            ppermute_done ppermute_start precv psend ragged_all_to_all reshard
-            """,
+            all_gather all_gather_done all_gather_invariant all_gather_reduced
+            all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start
+            global_array_to_host_local_array host_local_array_to_global_array pbroadcast
+            pbroadcast_done pbroadcast_start pgather ppermute ppermute_done ppermute_start precv
+            psend ragged_all_to_all reshard
+""",
             moves,
         )
         | _rows(
             """
-            pmax pmin psum psum2 psum_done psum_invariant psum_invariant_start psum_start reduce_scatter
-            reduce_scatter_done reduce_scatter_start unreduced_pmax unreduced_pmin unreduced_psum
-            unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start
-            """,
+            pmax pmin psum psum2 psum_done psum_invariant psum_invariant_start psum_start
+            reduce_scatter reduce_scatter_done reduce_scatter_start unreduced_pmax unreduced_pmin
+            unreduced_psum unreduced_psum_start unreduced_reduce_scatter
+            unreduced_reduce_scatter_start
+""",
             combines,
         )
         | _rows("axis_index preduced pvary reduced_vary_cast_p vary_unreduced_cast_p", local)
@@ -706,11 +726,11 @@ def _effects() -> dict[str, OpSpec]:
     )
     return _rows(
         """
-        accum_grad_in_ref addupdate after_all box_get box_set buffer_callback check core_map create_linear
-        create_token dce_sink debug_callback debug_print empty_ref free_ref freeze get infeed inspect_sharding
-        io_callback log_extend log_read new_box new_log new_ref outfeed outside_call pin run_scoped run_state
-        shape_assertion swap unpin unreachable
-        """,
+        accum_grad_in_ref addupdate after_all box_get box_set buffer_callback check core_map
+        create_linear create_token dce_sink debug_callback debug_print empty_ref free_ref freeze get
+        infeed inspect_sharding io_callback log_extend log_read new_box new_log new_ref outfeed
+        outside_call pin run_scoped run_state shape_assertion swap unpin unreachable
+""",
         effect,
     ) | _rows("pure_callback", pure)
 
@@ -719,9 +739,9 @@ def _metadata() -> dict[str, OpSpec]:
     identity = OpSpec(OpClass.METADATA, _free, fusible=True)
     return _rows(
         """
-        add_dependency assert_consumed_value consume dim_as_value dimension_size mesh_cast name platform_index
-        shard_alike sharding_constraint stage stop_gradient tie xla_metadata_value
-        """,
+        add_dependency assert_consumed_value consume dim_as_value dimension_size mesh_cast name
+        platform_index shard_alike sharding_constraint stage stop_gradient tie xla_metadata_value
+""",
         identity,
     ) | _rows("device_put layout_constraint optimization_barrier", replace(identity, fusible=False))
 
@@ -731,29 +751,32 @@ def _opaques() -> dict[str, OpSpec]:
     kernel = replace(custom, reason=_KERNEL)
     return _rows(
         """
-        call_exported call_hi_primitive call_hi_primitive_linearized call_tf compute_on cudnn_fusion custom_call
-        custom_partitioning ffi_call fused_call mosaic_gpu_p mpmd_map tpu_custom_call xla_metadata_call
-        """,
+        call_exported call_hi_primitive call_hi_primitive_linearized call_tf compute_on cudnn_fusion
+        custom_call custom_partitioning ffi_call fused_call mosaic_gpu_p mpmd_map tpu_custom_call
+        xla_metadata_call
+""",
         custom,
     ) | _rows(_KERNEL_NAMES, kernel)
 
 
 _KERNEL_NAMES = """
-    _copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem async_copy_smem_to_tmem
-    async_copy_sparse_metadata_to_tmem async_load async_prefetch async_store_smem async_store_tmem atomic_cas
-    atomic_rmw barrier barrier_arrive barrier_test barrier_wait bitcast commit_group commit_smem commit_tmem
-    copy_gmem_to_smem copy_smem_to_gmem custom_fusion debug_barrier_p delay dma_start dma_wait einshape_lo
-    elementwise_inline_asm_p emit_pipeline fusible get_barrier_semaphore get_global
-    griddepcontrol_launch_dependents griddepcontrol_wait inline_mgpu_p jaxpr_call layout_cast load masked_cummax
-    masked_cummin masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
-    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma multimem_load_reduce multimem_store
-    multiple_of num_programs pack pack_dtype pack_elementwise parallel_loop pipeline_body print_layout prng_join
-    prng_random_bits prng_seed prng_split program_id query_cluster_cancel remove_memory_space roll
-    sc_fetch_and_add scan_count semaphore_read semaphore_signal semaphore_signal_multicast
-    semaphore_signal_parallel semaphore_wait set_max_registers_p store tcgen05_commit_arrive tcgen05_mma
-    trace_value try_cluster_cancel unique unpack unpack_dtype unpack_elementwise wait_gmem_to_smem
-    wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref_p wgmma_accumulator_store_p wgmma_ref
-    wgmma_wait with_memory_space_constraint
+    _copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
+    async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch
+    async_store_smem async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive barrier_test
+    barrier_wait bitcast commit_group commit_smem commit_tmem copy_gmem_to_smem copy_smem_to_gmem
+    custom_fusion debug_barrier_p delay dma_start dma_wait einshape_lo elementwise_inline_asm_p
+    emit_pipeline fusible get_barrier_semaphore get_global griddepcontrol_launch_dependents
+    griddepcontrol_wait inline_mgpu_p jaxpr_call layout_cast load masked_cummax masked_cummin
+    masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
+    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma multimem_load_reduce
+    multimem_store multiple_of num_programs pack pack_dtype pack_elementwise parallel_loop
+    pipeline_body print_layout prng_join prng_random_bits prng_seed prng_split program_id
+    query_cluster_cancel remove_memory_space roll sc_fetch_and_add scan_count semaphore_read
+    semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait
+    set_max_registers_p store tcgen05_commit_arrive tcgen05_mma trace_value try_cluster_cancel
+    unique unpack unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem
+    wgmma wgmma_accumulator_deref_p wgmma_accumulator_store_p wgmma_ref wgmma_wait
+    with_memory_space_constraint
 """
 
 TABLE: Mapping[str, OpSpec] = MappingProxyType(
@@ -771,7 +794,7 @@ TABLE: Mapping[str, OpSpec] = MappingProxyType(
 )
 """Every primitive of jax 0.10 and 0.11, by name, and older spellings of the same ones."""
 
-# --- classification --------------------------------------------------------------------------------------------------
+# --- classification -----------------------------------------------------------------------------
 
 _UNKNOWN_SPEC = OpSpec(OpClass.OPAQUE, _free, recomputable=False, exact=False)
 # Effects that only say that an operator mentions a mesh axis.
