@@ -33,7 +33,9 @@ def pack_bits(mask: jax.Array) -> jax.Array:
     shape = mask.shape
     grouped = mask.reshape(*shape[:axis], shape[axis] // 8, 8, *shape[axis + 1 :])
     weights = _bit_weights(grouped.ndim, axis + 1)
-    return jnp.sum(jnp.where(grouped, weights, jnp.uint8(0)), axis=axis + 1, dtype=jnp.uint8)
+    # A product broadcasts the eight weights in place; `where` would make them an array as large as the
+    # mask, which `scan` hoists out of the loop and keeps.
+    return jnp.sum(grouped.astype(jnp.uint8) * weights, axis=axis + 1, dtype=jnp.uint8)
 
 
 def unpack_bits(packed: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -116,6 +116,7 @@ class Graph:
         outputs: value ids of the function's results (a result that is a literal is left out).
         gradients: value ids of the gradients (a gradient that is a literal is left out).
         constants: value ids of arrays known while tracing; free to use in both phases.
+        invariant: the inputs that are the same in every iteration, if the graph is a loop body.
         multiplicity: how often the graph runs in one call: a loop body runs once per iteration and
             its saved values are stored once per iteration.
     """
@@ -127,6 +128,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     constants: tuple[int, ...] = ()
+    invariant: tuple[int, ...] = ()
     multiplicity: int = 1
 
     @cached_property
@@ -263,7 +265,7 @@ class Graph:
         return cls.from_dict(json.loads(text))
 
 
-_ROOTS = ("inputs", "cotangents", "outputs", "gradients", "constants")
+_ROOTS = ("inputs", "cotangents", "outputs", "gradients", "constants", "invariant")
 
 
 def _fields(record: Value | Op) -> dict[str, Any]:

@@ -63,14 +63,18 @@ class Staged:
         program, made = self.joint.program, set[int]()
         reads: dict[int, None] = {}
         bits: dict[int, None] = {}
+        packed: set[int] = set()
         own = {*program.inputs[self.joint.num_inputs :]}
         for step in self.plan.schedule.backward:
             if step.action == "compute":
                 equation = program.equations[step.target]
                 reads.update((v, None) for v in equation.reads if v not in made)
                 made.update(equation.outputs)
+            elif step.action == "encode":
+                packed.add(step.target)
             elif step.action == "decode":
-                bits[step.target] = None
+                if step.target not in packed:
+                    bits[step.target] = None
                 made.add(step.target)
         reads.update(
             (a, None) for a in self.joint.gradient_atoms if isinstance(a, int) and a not in made
@@ -199,12 +203,14 @@ class StagedFunction:
         barriers: bool = True,
         inline_checkpoints: bool = True,
         multiplicity: int = 1,
+        num_invariant: int = 0,
     ) -> None:
         self.primal = primal
         self.planner = planner
         self.barriers = barriers
         self.inline_checkpoints = inline_checkpoints
         self.multiplicity = multiplicity
+        self.num_invariant = num_invariant
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
         self._plain_jit = jax.jit(partial(evaluate, primal))
@@ -245,12 +251,18 @@ class StagedFunction:
                 barriers=False,
                 inline_checkpoints=self.inline_checkpoints,
                 multiplicity=parts.length,
+                num_invariant=parts.num_consts,
             )
             loops[path] = (parts.length, function)
             return _compat.run_scan(parts, function, operands)
 
         joint = trace_joint(
-            self.primal, inputs, perturbed, loop=loop, multiplicity=self.multiplicity
+            self.primal,
+            inputs,
+            perturbed,
+            loop=loop,
+            multiplicity=self.multiplicity,
+            num_invariant=self.num_invariant,
         )
         plan = self.planner.plan(joint.graph, barriers=self.barriers)
         nested = tuple(

@@ -3,14 +3,15 @@
 Works from the primitive's name, its parameters and anything with `.shape` and `.dtype`; imports no
 jax, so that the table can be read and tested on its own. Decisions that are not obvious:
 
-- *Fusible* is what XLA:GPU does (`IsUniversallyLoopFusible` in XLA's `gpu_fusible.cc`): element-wise
-  operators, data movement, `gather`, `dynamic_slice` and `dynamic_update_slice` are fused on both
-  sides; a sum is fused with what it reads. Two departures, both towards "not fusible": a
-  `reduce_window`, which XLA may fuse as a producer at the price of recomputing every window, and
-  multi-output reductions (`argmax`), whose results are never inlined.
+- *Fusible* is what XLA:GPU does (`IsUniversallyLoopFusible` in XLA's `gpu_fusible.cc`, and compiled
+  for an H200): element-wise operators, data movement, threefry, `gather`, `dynamic_slice` and
+  `dynamic_update_slice` are fused on both sides; a sum is fused with what it reads. A
+  `reduce_window` is fused with what it reads only if its windows do not overlap; the results of a
+  multi-output reduction (`argmax`) and of a scatter become buffers; a product without a contracted
+  axis is a multiplication to XLA.
 - *Flops* are the operations that a straightforward kernel executes. A convolution counts the taps
   that fall into the padding (implicit-GEMM kernels execute them) but not those that fall between
-  the elements of a dilated input, so that a strided convolution and its two gradients cost the same.
+  the elements of a dilated input, so that a strided convolution and its gradients cost the same.
   XLA's `cost_analysis` leaves both out.
 - JAX's random numbers are a function of their key, so they may be recomputed; `rng_uniform` is
   stateful and may not. Deriving keys is cheap and does not count as random.
@@ -406,7 +407,7 @@ def _is_threefry(key: Any) -> bool:
 
 
 def _attention(weight: int) -> Counter:
-    """Counts `weight` products of queries and keys: two in the forward pass, five in the backward."""
+    """Counts `weight` products of queries and keys: two forward, five backward."""
 
     def count(params: Params, ins: Avals, outs: Avals) -> int:
         # cuDNN's layouts: 0 is batch, time, heads, features; 1 is batch, heads, time, features.
@@ -433,7 +434,7 @@ def _sparse_product(params: Params, ins: Avals, outs: Avals) -> int:
 
 
 def _kernel_estimate(params: Params, ins: Avals, outs: Avals) -> int:
-    """Reads the author's `cost_estimate`; without one, one operation per element of each operand."""
+    """Reads the author's `cost_estimate`; without one, counts all elements read and written."""
     estimate = getattr(params.get("cost_estimate"), "flops", None)
     if estimate is not None:
         return int(estimate)
@@ -443,8 +444,8 @@ def _kernel_estimate(params: Params, ins: Avals, outs: Avals) -> int:
 # --- weights ------------------------------------------------------------------------------------
 
 _DIVIDE = 4
-# Threefry-2x32: 20 rounds of (add, two shifts, or, xor), 17 key additions, and the xor of both words,
-# by which jax's partitionable form makes one element of up to 32 bits.
+# Threefry-2x32: 20 rounds of (add, two shifts, or, xor), 17 key additions, and the xor of both
+# words, by which jax's partitionable form makes one element of up to 32 bits.
 _THREEFRY = 118
 # Philox-4x32: 10 rounds of 4 multiplications, 4 xors and 2 additions for 4 words, and the counter.
 _PHILOX_WORD = 30
@@ -453,38 +454,22 @@ _PHILOX_WORD = 30
 # hardware spends them: a polynomial of the needed degree and a range reduction. They rank operators
 # and hardly ever decide alone: a pointwise operator is bound by memory traffic up to some fifty
 # operations per element (Yu & He, section 3.1).
-_POINTWISE_WEIGHTS: Mapping[str, int] = MappingProxyType(
+_POINTWISE_WEIGHTS: Mapping[int, str] = MappingProxyType(
     {
-        **dict.fromkeys(("real", "imag"), 0),
-        **dict.fromkeys(
-            """
+        0: "real imag",
+        1: """
             abs and ceil clz complex conj convert_element_type copysign eq eq_to floor ge gt
             is_finite le le_to lt lt_to max min mulhi ne not or population_count reduce_precision
             round select select_n shift_left shift_right_arithmetic shift_right_logical sign xor
-""".split(),
-            1,
-        ),
-        **dict.fromkeys(("clamp", "stochastic_round"), 2),
-        **dict.fromkeys(("nextafter", "rsqrt", "sqrt", "reciprocal"), 4),
-        "rem": 6,
-        **dict.fromkeys(("cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"), 10),
-        **dict.fromkeys(("cos", "sin", "erf", "erfc", "cosh", "sinh"), 15),
-        **dict.fromkeys(
-            ("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "erf_inv", "pow", "tan"),
-            20,
-        ),
-        **dict.fromkeys(("bessel_i0e", "bessel_i1e", "digamma", "lgamma"), 40),
-        **dict.fromkeys(
-            (
-                "igamma",
-                "igamma_grad_a",
-                "igammac",
-                "polygamma",
-                "regularized_incomplete_beta",
-                "zeta",
-            ),
-            200,
-        ),
+        """,
+        2: "clamp stochastic_round",
+        4: "nextafter reciprocal rsqrt sqrt",
+        6: "rem",
+        10: "cbrt exp exp2 expm1 log log1p logistic tanh",
+        15: "cos cosh erf erfc sin sinh",
+        20: "acos acosh asin asinh atan atan2 atanh erf_inv pow tan",
+        40: "bessel_i0e bessel_i1e digamma lgamma",
+        200: "igamma igamma_grad_a igammac polygamma regularized_incomplete_beta zeta",
     }
 )
 
@@ -493,12 +478,10 @@ _POINTWISE_WEIGHTS: Mapping[str, int] = MappingProxyType(
 _UNKNOWN = "`{}` is not a primitive this library knows: taken as opaque, never recomputed"
 _CONTROL = "a loop or branch is planned as a whole, it is not repeated"
 _CALL = "a call is inlined; its operators are decided one by one"
-_COLLECTIVE = (
-    "a collective is never repeated: all devices would have to agree, and it costs traffic"
-)
+_COLLECTIVE = "a collective is never repeated: it costs traffic between devices"
 _EFFECT = "it has side effects and must run exactly once"
 _CUSTOM = "a custom call: what it does cannot be seen"
-_KERNEL = "it belongs into the body of a Pallas kernel"
+_KERNEL = "it belongs in the body of a Pallas kernel"
 
 # --- the table ----------------------------------------------------------------------------------
 
@@ -512,10 +495,10 @@ def _pointwise() -> dict[str, OpSpec]:
         return OpSpec(OpClass.POINTWISE, count, fusible=True)
 
     # A transcendental function of a complex number is about four of a real one.
-    rows = {
-        name: spec(_arithmetic(weight, weight if weight <= 1 else 4 * weight))
-        for name, weight in _POINTWISE_WEIGHTS.items()
-    }
+    rows: dict[str, OpSpec] = {}
+    for weight, names in _POINTWISE_WEIGHTS.items():
+        complex_weight = weight if weight <= 1 else 4 * weight
+        rows |= _rows(names, spec(_arithmetic(weight, complex_weight)))
     rows |= _rows("add add_any sub neg", spec(_arithmetic(1, 2)))
     rows |= _rows("mul square", spec(_arithmetic(1, 6)))
     rows["div"] = spec(_arithmetic(_DIVIDE, 4 * _DIVIDE))
@@ -525,23 +508,21 @@ def _pointwise() -> dict[str, OpSpec]:
 
 def _views() -> dict[str, OpSpec]:
     view = OpSpec(OpClass.VIEW, _free, fusible=True)
+    unspecified = replace(view, fusible=False)  # an allocation: any contents will do
     return _rows(
         """
         bitcast_convert_type broadcast broadcast_in_dim broadcast_to concatenate copy copy_p
         expand_dims from_edtype iota iota_2x32_shape pad reshape rev slice split squeeze stack tile
         to_edtype transpose unstack zeros_like
-""",
+        """,
         view,
-    ) | _rows(
-        "empty empty2", replace(view, fusible=False)
-    )  # an allocation with unspecified contents
+    ) | _rows("empty empty2", unspecified)
 
 
 def _reductions() -> dict[str, OpSpec]:
     single = OpSpec(OpClass.REDUCTION, _per_input(1), fusible=True)
-    running = OpSpec(
-        OpClass.REDUCTION, _per_input(2)
-    )  # XLA: a scan of log n passes, kernels of its own
+    # XLA makes a scan of log n passes of a running total, in kernels of their own.
+    running = OpSpec(OpClass.REDUCTION, _per_input(2))
     return (
         _rows(
             "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor", single
@@ -591,21 +572,21 @@ def _heavy() -> dict[str, OpSpec]:
             """
             bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat
             coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv
-""",
+            """,
             about(_sparse_product),
         ),
         **_rows(
             """
             dot_product_attention_fwd dot_product_attention_fwd_wrapper
             dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-""",
+            """,
             about(_attention(2)),
         ),
         **_rows(
             """
             dot_product_attention_bwd dot_product_attention_bwd_wrapper
             dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-""",
+            """,
             about(_attention(5)),
         ),
         "rnn_fwd": about(_rnn(1)),
@@ -628,7 +609,10 @@ def _indexed() -> dict[str, OpSpec]:
             replace(own_kernel, count=_per_input(10), exact=False),
         )
         | _rows(
-            "scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul scatter_min scatter_max",
+            """
+            scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max
+            scatter_min scatter_mul
+            """,
             replace(own_kernel, count=_scatter_combine),
         )
         | _rows("reduce_window reduce_window_max reduce_window_min reduce_window_sum", windowed)
@@ -685,7 +669,7 @@ def _bodies() -> dict[str, OpSpec]:
         custom_jvp_call_jaxpr custom_lin custom_transpose custom_transpose_call custom_vjp_call
         custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call pjit remat remat2
         remat_call remat_opt xla_call
-""",
+        """,
         call,
     )
 
@@ -693,7 +677,7 @@ def _bodies() -> dict[str, OpSpec]:
 def _collectives() -> dict[str, OpSpec]:
     moves = OpSpec(OpClass.COLLECTIVE, _free, recomputable=False, reason=_COLLECTIVE)
     combines = replace(moves, count=_per_input(1))
-    # These communicate nothing: an index, and identities that change what the type says about a mesh axis.
+    # These communicate nothing: an index, and identities that change what a type says of an axis.
     local = OpSpec(OpClass.COLLECTIVE, _free, fusible=True)
     return (
         _rows(
@@ -703,7 +687,7 @@ def _collectives() -> dict[str, OpSpec]:
             global_array_to_host_local_array host_local_array_to_global_array pbroadcast
             pbroadcast_done pbroadcast_start pgather ppermute ppermute_done ppermute_start precv
             psend ragged_all_to_all reshard
-""",
+            """,
             moves,
         )
         | _rows(
@@ -712,7 +696,7 @@ def _collectives() -> dict[str, OpSpec]:
             reduce_scatter reduce_scatter_done reduce_scatter_start unreduced_pmax unreduced_pmin
             unreduced_psum unreduced_psum_start unreduced_reduce_scatter
             unreduced_reduce_scatter_start
-""",
+            """,
             combines,
         )
         | _rows("axis_index preduced pvary reduced_vary_cast_p vary_unreduced_cast_p", local)
@@ -730,7 +714,7 @@ def _effects() -> dict[str, OpSpec]:
         create_linear create_token dce_sink debug_callback debug_print empty_ref free_ref freeze get
         infeed inspect_sharding io_callback log_extend log_read new_box new_log new_ref outfeed
         outside_call pin run_scoped run_state shape_assertion swap unpin unreachable
-""",
+        """,
         effect,
     ) | _rows("pure_callback", pure)
 
@@ -741,7 +725,7 @@ def _metadata() -> dict[str, OpSpec]:
         """
         add_dependency assert_consumed_value consume dim_as_value dimension_size mesh_cast name
         platform_index shard_alike sharding_constraint stage stop_gradient tie xla_metadata_value
-""",
+        """,
         identity,
     ) | _rows("device_put layout_constraint optimization_barrier", replace(identity, fusible=False))
 
@@ -754,7 +738,7 @@ def _opaques() -> dict[str, OpSpec]:
         call_exported call_hi_primitive call_hi_primitive_linearized call_tf compute_on cudnn_fusion
         custom_call custom_partitioning ffi_call fused_call mosaic_gpu_p mpmd_map tpu_custom_call
         xla_metadata_call
-""",
+        """,
         custom,
     ) | _rows(_KERNEL_NAMES, kernel)
 
@@ -779,18 +763,30 @@ _KERNEL_NAMES = """
     with_memory_space_constraint
 """
 
-TABLE: Mapping[str, OpSpec] = MappingProxyType(
-    _pointwise()
-    | _views()
-    | _reductions()
-    | _heavy()
-    | _indexed()
-    | _randoms()
-    | _bodies()
-    | _collectives()
-    | _effects()
-    | _metadata()
-    | _opaques()
+
+def _disjoint(*groups: dict[str, OpSpec]) -> Mapping[str, OpSpec]:
+    """Merges the groups, and fails if a name is in two of them."""
+    table: dict[str, OpSpec] = {}
+    for group in groups:
+        twice = table.keys() & group.keys()
+        if twice:
+            raise ValueError(f"primitives classified twice: {', '.join(sorted(twice))}")
+        table |= group
+    return MappingProxyType(table)
+
+
+TABLE: Mapping[str, OpSpec] = _disjoint(
+    _pointwise(),
+    _views(),
+    _reductions(),
+    _heavy(),
+    _indexed(),
+    _randoms(),
+    _bodies(),
+    _collectives(),
+    _effects(),
+    _metadata(),
+    _opaques(),
 )
 """Every primitive of jax 0.10 and 0.11, by name, and older spellings of the same ones."""
 
@@ -809,8 +805,13 @@ def flops(name: str, params: Params, in_avals: Avals, out_avals: Avals) -> int:
         params: its parameters.
         in_avals: its inputs, anything with `.shape` and `.dtype`.
         out_avals: its outputs, likewise.
+
+    Raises:
+        KeyError, IndexError, TypeError: the parameters are not those of this primitive in jax 0.10
+            or 0.11; `classify` reports that instead.
     """
-    return int(TABLE.get(name, _UNKNOWN_SPEC).count(params, in_avals, out_avals))
+    spec = _specialise(name, params, in_avals, out_avals)
+    return int(spec.count(params, in_avals, out_avals))
 
 
 def classify(
@@ -828,8 +829,12 @@ def classify(
         in_avals: its inputs, anything with `.shape` and `.dtype`.
         out_avals: its outputs, likewise.
         effects: the effects jax attached to it; any that counts makes it run exactly once.
+
+    Returns:
+        Its cost. If the flops cannot be counted, because this jax spells the parameters otherwise,
+        they are taken as one per output element, `known` is False and `reason` says so.
     """
-    spec = _specialise(name, params, out_avals)
+    spec = _specialise(name, params, in_avals, out_avals)
     count, complaint = _count(spec, name, params, in_avals, out_avals)
     effectful = spec.effectful or _has_side_effect(params, effects)
     reason = spec.reason or (_EFFECT if effectful else complaint)
@@ -846,20 +851,41 @@ def classify(
     )
 
 
-def _specialise(name: str, params: Params, out_avals: Avals) -> OpSpec:
-    """Returns the table's row, corrected where a parameter decides."""
+def _specialise(name: str, params: Params, in_avals: Avals, out_avals: Avals) -> OpSpec:
+    """Returns the table's row, corrected where a parameter or an operand decides."""
     spec = TABLE.get(name)
     if spec is None:
         return replace(_UNKNOWN_SPEC, reason=_UNKNOWN.format(name))
     if name == "device_put":
         return _device_put(spec, params)
-    if name == "reduce" and len(out_avals) > 1:
+    if name == "dot_general" and _is_outer_product(params):
+        return replace(TABLE["mul"], count=_per_output(1))
+    if name.startswith("reduce_window"):
+        return replace(spec, fusible=not _windows_overlap(params))
+    if (name == "reduce" and len(out_avals) > 1) or (
+        name == "random_bits" and in_avals and not _is_threefry(in_avals[0])
+    ):
         return replace(spec, fusible=False)
     return spec
 
 
+def _is_outer_product(params: Params) -> bool:
+    return params.get("dimension_numbers", (((0,), (0,)), None))[0] == ((), ())
+
+
+def _windows_overlap(params: Params) -> bool:
+    sizes = params.get("window_dimensions", ())
+    strides = params.get("window_strides", ())
+    dilated = any(step != 1 for step in params.get("window_dilation", ()))
+    return (
+        dilated
+        or len(sizes) != len(strides)
+        or any(size > stride for size, stride in zip(sizes, strides, strict=True))
+    )
+
+
 def _device_put(spec: OpSpec, params: Params) -> OpSpec:
-    """A `device_put` without a target is an identity; with one it is a transfer, which is not repeated."""
+    """Tells an identity (no target) from a transfer, which is not repeated."""
     if any(device is not None for device in params.get("devices", ())):
         return replace(
             spec,
@@ -872,7 +898,7 @@ def _device_put(spec: OpSpec, params: Params) -> OpSpec:
 def _count(
     spec: OpSpec, name: str, params: Params, in_avals: Avals, out_avals: Avals
 ) -> tuple[int, str]:
-    """Returns the flops, and what went wrong if this jax spells the primitive's parameters differently."""
+    """Returns the flops, and what went wrong if this jax spells the parameters differently."""
     try:
         return int(spec.count(params, in_avals, out_avals)), ""
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

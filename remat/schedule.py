@@ -19,6 +19,10 @@ __all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
 # A chain of cheap operators up to this long is repeated in every stage that reads it instead of being kept
 # alive between the stages.
 _REDO_LIMIT = 24
+# A loop-invariant value at least this large is not worth hoisting if it is cheap to make.
+_HOIST_LIMIT_BYTES = 1 << 20
+# Smaller masks are not worth a detour through bits.
+_MASK_LIMIT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +95,43 @@ def build_schedule(graph: Graph, saved: Collection[int], *, barriers: bool = Tru
         graph: a joint graph.
         saved: forward values to keep; inputs among them are read where they are.
         barriers: tie recomputation to the backward pass; not needed inside a loop body, where the
-            loop already separates forward from backward.
+            loop already separates forward from backward. There, large values that are the same in
+            every iteration are kept from being hoisted out of the loop instead.
     """
-    steps = _forward_steps(graph, set(saved))
+    pins = {} if barriers else _pins(graph)
+    steps = _forward_steps(graph, set(saved), pins)
     steps.append(Step("turn"))
     steps += _Backward(graph, set(saved), barriers).run()
     return Schedule(tuple(_with_frees(graph, steps, set(saved))))
 
 
-def _forward_steps(graph: Graph, saved: set[int]) -> list[Step]:
+def _pins(graph: Graph) -> dict[int, Step]:
+    """Barriers that keep large loop-invariant values inside the loop, by the operator they precede.
+
+    `scan` computes what does not depend on the iteration once, before the loop, and keeps it: right for
+    a cast of weights, wrong for a causal mask broadcast to the size of the attention scores, which
+    would then be read from memory in every iteration instead of being made in registers.
+    """
+    varying = [v for v in graph.inputs if v not in set(graph.invariant)]
+    anchors = [v for v in varying if graph.values[v].differentiable] or varying
+    if not anchors:
+        return {}
+    anchor = min(anchors, key=lambda v: (graph.values[v].nbytes, v))
+    fixed = {*graph.constants, *graph.invariant}
+    pins: dict[int, Step] = {}
+    for op in graph.forward_ops():
+        if not all(v in fixed for v in op.inputs):
+            continue
+        made = sum(graph.values[v].nbytes for v in op.outputs)
+        read = sum(graph.values[v].nbytes for v in op.inputs)
+        if op.inputs and made >= _HOIST_LIMIT_BYTES and made >= 4 * read:
+            pins[op.id] = Step("barrier", values=(*dict.fromkeys(op.inputs), anchor))
+        else:
+            fixed.update(op.outputs)
+    return pins
+
+
+def _forward_steps(graph: Graph, saved: set[int], pins: dict[int, Step]) -> list[Step]:
     sources = {*graph.inputs, *graph.constants}
     needed = _closure(graph, (*graph.outputs, *saved), sources)
     effects = [op.id for op in graph.forward_ops() if op.effectful]
@@ -110,15 +142,25 @@ def _forward_steps(graph: Graph, saved: set[int]) -> list[Step]:
     for op in graph.forward_ops():
         if op.id not in needed:
             continue
+        if op.id in pins:
+            steps.append(pins[op.id])
         steps.append(Step("compute", op.id))
         for value in op.outputs:
-            if value in saved and form_of(graph.values[value]) != "raw":
+            if _through_bits(graph, value):
+                steps += [Step("encode", value), Step("decode", value)]
+            elif value in saved and form_of(graph.values[value]) != "raw":
                 steps.append(Step("encode", value))
-                if _drawn(graph, value):
-                    # The forward pass reads the mask back from its bits: the random draw then feeds one
-                    # kernel that writes bits only, and the byte-wide mask is never written.
-                    steps.append(Step("decode", value))
     return steps
+
+
+def _through_bits(graph: Graph, value: int) -> bool:
+    """Whether a mask is packed and read back wherever it is drawn.
+
+    XLA does not draw random bits again in every kernel that reads a mask: it writes the mask, one byte per
+    element, and reads it. Packed at once, the draw feeds one kernel that writes an eighth of that.
+    """
+    entry = graph.values[value]
+    return entry.dtype == "bool" and entry.nbytes >= _MASK_LIMIT_BYTES and _drawn(graph, value)
 
 
 def _drawn(graph: Graph, value: int, depth: int = 12) -> bool:
@@ -202,6 +244,9 @@ class _Backward:
                     self.ready.add(value)
             body.append(Step("compute", index))
             self.ready.update(op.outputs)
+            for value in op.outputs:
+                if _through_bits(self.graph, value):
+                    body += [Step("encode", value), Step("decode", value)]
 
     def _encoded(self, value: int) -> bool:
         return value not in self.sources and form_of(self.graph.values[value]) != "raw"
@@ -261,8 +306,10 @@ def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
         wanted.update(reads)
         if step.action == "decode" and step.target not in wanted_bits:
             wanted_bits.add(step.target)
-            if index > turn:
+            if index > turn or step.target not in encoded:
                 out[index].append(Step("drop", step.target))
+        if step.action == "encode":
+            wanted_bits.discard(step.target)
     return [step for group in out for step in dict.fromkeys(group)]
 
 

@@ -309,6 +309,7 @@ def trace_joint(
     loop: LoopHandler | None = None,
     name_values: bool = False,
     multiplicity: int = 1,
+    num_invariant: int = 0,
 ) -> Joint:
     """Differentiates a program and returns the joint forward/backward program with its graph.
 
@@ -319,6 +320,7 @@ def trace_joint(
         loop: replaces every `scan`, see `evaluate`.
         name_values: record in `Value.primal` which joint values exist in the primal program.
         multiplicity: `Graph.multiplicity` of the result.
+        num_invariant: how many leading inputs are the same in every iteration of a loop.
 
     Raises:
         TraceError: nothing is differentiated, or the program cannot be differentiated in reverse mode.
@@ -346,7 +348,10 @@ def trace_joint(
     num_outputs = len(primal.outputs)
     return Joint(
         program=program,
-        graph=_graph_of(program, len(args), num_outputs, multiplicity),
+        graph=replace(
+            _graph_of(program, len(args), num_outputs, multiplicity),
+            invariant=program.inputs[:num_invariant],
+        ),
         num_inputs=len(args),
         num_outputs=num_outputs,
         perturbed=tuple(bool(flag) for flag in perturbed),
