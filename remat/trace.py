@@ -199,6 +199,9 @@ def evaluate(
     """
     env: dict[int, Any] = dict(program.constants)
     env.update(zip(program.inputs, inputs, strict=True))
+    named = _Namer(program, loop is not None, name_values)
+    for value in program.inputs:
+        env[value] = named(value, env[value])
     last = _last_reads(program)
     loops = 0
     for index, equation in enumerate(program.equations):
@@ -212,11 +215,26 @@ def evaluate(
         else:
             results = _compat.evaluate_equation(equation.source, operands)
         for value, result in zip(equation.outputs, results, strict=True):
-            named = name_values and _is_inexact(program.avals[value])
-            env[value] = checkpoint_name(result, f"{_PRIMAL_TAG}{value}") if named else result
+            env[value] = named(value, result)
         for value in last.get(index, ()):
             env.pop(value, None)
     return [atom.value if isinstance(atom, Literal) else env[atom] for atom in program.outputs]
+
+
+class _Namer:
+    """Puts a program's tags back on its values, so that they are found again in the joint program."""
+
+    def __init__(self, program: Program, tags: bool, name_values: bool) -> None:
+        self.program = program
+        self.tags = program.tags if tags else {}
+        self.name_values = name_values
+
+    def __call__(self, value: int, array: Any) -> Any:
+        for tag in self.tags.get(value, ()):
+            array = checkpoint_name(array, tag)
+        if self.name_values and _is_inexact(self.program.avals[value]):
+            array = checkpoint_name(array, f"{_PRIMAL_TAG}{value}")
+        return array
 
 
 def _last_reads(program: Program) -> dict[int, list[int]]:
