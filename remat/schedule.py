@@ -9,7 +9,7 @@ alive there, so that XLA can neither start its recomputation earlier nor merge i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from remat.graph import Graph, Op
 from remat.plan import Schedule, Step, form_of
@@ -19,6 +19,10 @@ __all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
 # A chain of cheap operators up to this long is repeated in every stage that reads it instead of being kept
 # alive between the stages.
 _REDO_LIMIT = 24
+# The same between stages that repeat fusible operators only: there are few of them.
+_FUSED_REDO_LIMIT = 1000
+# How far above the bytes saved the memory of a joined stage may rise.
+_MERGE_SHARE = 0.06
 # A loop-invariant value at least this large is not worth hoisting if it is cheap to make.
 _HOIST_LIMIT_BYTES = 1 << 20
 # Smaller masks are not worth a detour through bits.
@@ -36,6 +40,17 @@ class StagePoint:
 
     op: int
     frontier: tuple[int, ...]
+
+
+@dataclass
+class _Stage:
+    """A part of the backward pass under one barrier, while the schedule is being built."""
+
+    point: StagePoint | None
+    ops: list[Op]
+    heavy: bool = False
+    nbytes: int = 0
+    kept_reads: set[int] = field(default_factory=set)
 
 
 def no_remat_saved(graph: Graph) -> tuple[int, ...]:
@@ -188,25 +203,69 @@ class _Backward:
 
     def run(self) -> list[Step]:
         """Returns the steps of the whole backward pass."""
-        stages = self._stages()
-        for point, ops in stages:
-            body = self._stage(ops, last=ops is stages[-1][1])
-            if point is not None:
-                self._barrier(point, body)
+        stages = self._merged(self._stages())
+        for stage in stages:
+            self._forget(_REDO_LIMIT if stage.heavy else _FUSED_REDO_LIMIT)
+            body = self._stage(stage.ops, last=stage is stages[-1])
+            if stage.point is not None:
+                self._barrier(stage.point, body)
             self.steps += body
         return self.steps
 
-    def _stages(self) -> list[tuple[StagePoint | None, list[Op]]]:
-        stages: list[tuple[StagePoint | None, list[Op]]] = [(None, [])]
+    def _merged(self, stages: list[_Stage]) -> list[_Stage]:
+        """Joins neighbouring stages that recompute only what XLA fuses, as long as it is not much.
+
+        A barrier makes everything it ties a buffer, so few are better; without one XLA may compute the next
+        stages' values too early. So what a joined stage recomputes for unfusible readers has to fit, with the
+        values still kept when it begins, into the bytes saved plus a small share. The first stages are
+        therefore short, and the later ones, for which much has been freed, long. A stage that repeats a
+        compute-bound operator is never joined.
+        """
+        values = self.graph.values
+        for stage in stages:
+            self._measure(stage)
+        last_use = {value: i for i, stage in enumerate(stages) for value in stage.kept_reads}
+        total = sum(values[v].nbytes for v in last_use)
+        merged: list[_Stage] = []
+        room = 0.0
+        for index, stage in enumerate(stages):
+            before = merged[-1] if merged else None
+            joinable = before is not None and before.point is not None
+            if before is not None and joinable and not before.heavy and not stage.heavy:
+                if before.nbytes + stage.nbytes <= room:
+                    before.ops += stage.ops
+                    before.nbytes += stage.nbytes
+                    continue
+            merged.append(stage)
+            alive = sum(values[v].nbytes for v, last in last_use.items() if last >= index)
+            room = (1 + _MERGE_SHARE) * total - alive
+        return merged
+
+    def _measure(self, stage: _Stage) -> None:
+        """Finds what a stage reads of the kept values, and what it recomputes if nothing else is there."""
+        forward, graph = self.graph.forward_values, self.graph
+        kept = self.saved - self.sources
+        reads = {v for op in stage.ops for v in op.inputs if forward[v]}
+        again = _closure(graph, reads, self.saved | self.sources)
+        written = {v for op in stage.ops if not op.fusible for v in op.inputs if forward[v]}
+        stage.nbytes = sum(graph.values[v].nbytes for v in written - self.saved - self.sources)
+        stage.heavy = any(graph.ops[op].heavy for op in again)
+        stage.kept_reads = (reads | {v for op in again for v in graph.ops[op].inputs}) & kept
+
+    def _stages(self) -> list[_Stage]:
+        stages = [_Stage(None, [])]
         for op in self.graph.backward_ops():
             point = self.points.get(op.id)
-            if point is not None:
-                stages.append((point, []))
-            stages[-1][1].append(op)
-        return [stage for stage in stages if stage[1]] or stages
+            if point is not None and not self._orders_nothing(point):
+                stages.append(_Stage(point, []))
+            stages[-1].ops.append(op)
+        return [stage for stage in stages if stage.ops] or stages
+
+    def _orders_nothing(self, point: StagePoint) -> bool:
+        """A scalar loss's cotangent is a constant; a barrier on it would only cut fusion."""
+        return all(self.graph.values[value].nbytes <= 64 for value in point.frontier)
 
     def _stage(self, ops: list[Op], last: bool) -> list[Step]:
-        self._forget()
         body: list[Step] = []
         for op in ops:
             self._require(op.inputs, body)
@@ -215,12 +274,12 @@ class _Backward:
             self._require(self.graph.gradients, body)
         return body
 
-    def _forget(self) -> None:
+    def _forget(self, limit: int) -> None:
         """Between stages drop what is cheap to compute again, so that it is not kept alive."""
         fixed = {v for v in self.ready if not self._cheap(v)} | self.saved | self.sources
         for value in sorted(self.ready - fixed):
-            redo = _closure(self.graph, (value,), fixed, _REDO_LIMIT)
-            if len(redo) <= _REDO_LIMIT and all(self.graph.ops[op].fusible for op in redo):
+            redo = _closure(self.graph, (value,), fixed, limit)
+            if len(redo) <= limit and all(self.graph.ops[op].fusible for op in redo):
                 self.ready.discard(value)
 
     def _cheap(self, value: int) -> bool:
@@ -265,9 +324,6 @@ class _Backward:
         ]
         decoded = {step.target for step in body if step.action == "decode"}
         if not again and not decoded:
-            return
-        small = all(graph.values[value].nbytes <= 64 for value in point.frontier)
-        if small:  # a scalar loss: its cotangent is a constant and can order nothing
             return
         made = {value for op in again for value in op.outputs}
         tied = set(decoded)
