@@ -19,10 +19,10 @@ from remat.plan import Plan
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
 from remat.trace import lift_tracers, trace_primal
 
-__all__ = ["checkpoint", "plan"]
+__all__ = ["UNSET", "checkpoint", "chosen_policy", "plan"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
+UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 _CACHE_SIZE = 512
 
 
@@ -171,7 +171,7 @@ def checkpoint(fun: None = None, **options: Any) -> Callable[[F], F]: ...
 def checkpoint(
     fun: Callable[..., Any] | None = None,
     *,
-    remat_policy: Any = _UNSET,
+    remat_policy: Any = UNSET,
     policy: Callable[..., Any] | None = None,
     budget: int | float | str | None = None,
     prevent_cse: bool | Sequence[bool] = True,
@@ -222,10 +222,8 @@ def checkpoint(
         return functools.partial(checkpoint, **options)
     if not callable(fun):
         raise TraceError(f"remat.checkpoint expects a function, got {type(fun).__name__}")
-    _check_options(lowering, nested_checkpoints, policy, remat_policy)
-    if policy is not None:
-        remat_policy = policy
-    resolved = resolve("min_cut" if remat_policy is _UNSET else remat_policy, budget)
+    _check_options(lowering, nested_checkpoints)
+    resolved = resolve(chosen_policy(policy, remat_policy), budget)
     if isinstance(resolved, Off):
         return fun
     nums = frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
@@ -260,16 +258,27 @@ def any_true(flags: bool | Sequence[bool]) -> bool:
     return flags if isinstance(flags, bool) else any(flags)
 
 
-def _check_options(lowering: str, nested: str, policy: Any, remat_policy: Any) -> None:
-    if lowering not in ("staged", "policy"):
-        raise PolicyError(f"lowering={lowering!r}; expected 'staged' or 'policy'")
-    if nested not in ("take_over", "respect"):
-        raise PolicyError(f"nested_checkpoints={nested!r}; expected 'take_over' or 'respect'")
-    if policy is not None and remat_policy is not _UNSET and remat_policy is not None:
+def chosen_policy(policy: Any, remat_policy: Any) -> Any:
+    """Returns which of the two spellings was given; neither means `"min_cut"`.
+
+    Raises:
+        PolicyError: both were given.
+    """
+    if policy is None:
+        return "min_cut" if remat_policy is UNSET else remat_policy
+    if remat_policy is not UNSET and remat_policy is not None:
         raise PolicyError(
             f"both policy={policy!r} and remat_policy={remat_policy!r} were given; they mean the same: "
             "pass one of them"
         )
+    return policy
+
+
+def _check_options(lowering: str, nested: str) -> None:
+    if lowering not in ("staged", "policy"):
+        raise PolicyError(f"lowering={lowering!r}; expected 'staged' or 'policy'")
+    if nested not in ("take_over", "respect"):
+        raise PolicyError(f"nested_checkpoints={nested!r}; expected 'take_over' or 'respect'")
 
 
 def _named_like(fun: Callable[..., Any]) -> Callable[[F], F]:

@@ -1,0 +1,120 @@
+"""The drop-in for `flax.linen.remat`.
+
+Variables and random streams are lifted exactly as Flax does it; only the function transform differs. Mutable
+collections (batch statistics), dropout streams, `static_argnums` and `nn.scan` over a rematted block work as
+they do there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+try:
+    import flax.linen as nn
+    from flax.core import lift
+    from flax.linen import transforms
+except ImportError as error:  # pragma: no cover - exercised by the packaging test
+    raise ImportError("remat.linen needs Flax; install it with `pip install remat[flax]`") from error
+
+from remat.api import UNSET, chosen_policy
+from remat.api import checkpoint as _checkpoint
+from remat.errors import TraceError
+from remat.resolve import JaxPolicy, Off, resolve
+
+__all__ = ["checkpoint", "remat"]
+
+
+def _lifted(
+    fn: Callable[..., Any],
+    variables: Any,
+    rngs: Any,
+    static_argnums: int | Sequence[int],
+    **options: Any,
+) -> Callable[..., Any]:
+    """`flax.core.lift.checkpoint` with another transform inside."""
+    nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+
+    def inner(
+        scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kw: Any
+    ) -> Any:
+        # Two leading arguments were added, the variables and the random streams.
+        @functools.partial(_checkpoint, static_argnums=tuple(n + 2 for n in nums), **options)
+        @functools.wraps(fn)
+        def rematted(variable_groups: Any, rng_groups: Any, *args: Any, **kw: Any) -> Any:
+            scope = scope_fn(variable_groups, rng_groups)
+            y = fn(scope, *args, **kw)
+            return y, repack_fn(scope)
+
+        return rematted(variable_groups, rng_groups, *args, **kw)
+
+    return lift.pack(
+        inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True
+    )
+
+
+def remat(
+    target: Any,
+    variables: Any = True,
+    rngs: Any = True,
+    concrete: bool = False,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+    methods: Any = None,
+    *,
+    remat_policy: Any = UNSET,
+    budget: int | float | str | None = None,
+    lowering: str = "staged",
+    nested_checkpoints: str = "take_over",
+) -> Any:
+    """Returns a module class (or a function of a module) that keeps less for its backward pass.
+
+    A drop-in for `flax.linen.remat`: the first eight arguments are Flax's, with their meaning.
+
+    Args:
+        target: a `flax.linen.Module` class, or a function that takes a module first.
+        variables, rngs: collections and random streams to lift; all of them by default.
+        concrete: deprecated in Flax; True is an error.
+        prevent_cse, static_argnums, policy: as in `flax.linen.remat` (`self` counts as argument 0).
+        methods: names of the methods to wrap, `__call__` by default.
+        remat_policy, budget, lowering, nested_checkpoints: as in `remat.checkpoint`.
+
+    Raises:
+        PolicyError, BudgetError: as `remat.checkpoint`.
+        TraceError: `concrete=True`.
+    """
+    if concrete:
+        raise TraceError("concrete=True is no longer supported by jax; use static_argnums instead")
+    chosen = chosen_policy(policy, remat_policy)
+    resolved = resolve(chosen, budget)
+    if isinstance(resolved, Off):
+        return target
+    if isinstance(resolved, JaxPolicy):
+        return nn.remat(
+            target,
+            variables=variables,
+            rngs=rngs,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,  # pyright: ignore[reportArgumentType]
+            policy=resolved.policy,
+            methods=methods,
+        )
+    nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    return transforms.lift_transform(
+        _lifted,
+        target,
+        variables=variables,
+        rngs=rngs,
+        static_argnums=tuple(n - 1 for n in nums),  # the lifted function has no `self`
+        prevent_cse=prevent_cse,
+        remat_policy=chosen,
+        budget=budget,
+        lowering=lowering,
+        nested_checkpoints=nested_checkpoints,
+        methods=methods,
+    )
+
+
+checkpoint = remat

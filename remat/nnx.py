@@ -1,0 +1,124 @@
+"""The drop-in for `flax.nnx.remat`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+try:
+    from flax import nnx
+    from flax.nnx.transforms import general
+except ImportError as error:  # pragma: no cover - exercised by the packaging test
+    raise ImportError("remat.nnx needs Flax; install it with `pip install remat[flax]`") from error
+
+from remat.api import UNSET, chosen_policy
+from remat.api import checkpoint as _checkpoint
+from remat.errors import TraceError
+from remat.resolve import JaxPolicy, Off, resolve
+
+__all__ = ["checkpoint", "remat"]
+
+
+def remat(
+    f: Any = None,
+    *,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    remat_policy: Any = UNSET,
+    budget: int | float | str | None = None,
+    lowering: str = "staged",
+    nested_checkpoints: str = "take_over",
+) -> Any:
+    """Returns `f`, a function of NNX modules and arrays, keeping less for its backward pass.
+
+    A drop-in for `flax.nnx.remat`: updates of variables (batch statistics, random counters) inside `f`
+    reach the caller's modules.
+
+    Args:
+        f: the function; None returns a decorator.
+        prevent_cse, static_argnums, policy: as in `flax.nnx.remat`.
+        graph, graph_updates: as in `flax.nnx.remat`; our own policies need graph mode, Flax's default.
+        remat_policy, budget, lowering, nested_checkpoints: as in `remat.checkpoint`.
+
+    Raises:
+        PolicyError, BudgetError: as `remat.checkpoint`.
+        TraceError: a bound method, or tree mode together with a policy of ours.
+    """
+    if f is None:
+        return functools.partial(
+            remat,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            policy=policy,
+            graph=graph,
+            graph_updates=graph_updates,
+            remat_policy=remat_policy,
+            budget=budget,
+            lowering=lowering,
+            nested_checkpoints=nested_checkpoints,
+        )
+    chosen = chosen_policy(policy, remat_policy)
+    resolved = resolve(chosen, budget)
+    if isinstance(resolved, Off):
+        return f
+    if isinstance(resolved, JaxPolicy):
+        return nnx.remat(
+            f,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,  # pyright: ignore[reportArgumentType]
+            policy=resolved.policy,
+            graph=graph,
+            graph_updates=graph_updates,
+        )
+    _check(f, graph, graph_updates)
+    inner = _checkpoint(
+        general.merge_inputs(f, ctxtag="remat"),
+        remat_policy=chosen,
+        budget=budget,
+        prevent_cse=prevent_cse,
+        static_argnums=static_argnums,
+        lowering=lowering,
+        nested_checkpoints=nested_checkpoints,
+    )
+    lifted = nnx.update_context("remat")(general.split_inputs(inner, ctxtag="remat"))
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return lifted(*_positional(f, args, kwargs))
+
+    return wrapper
+
+
+def _check(f: Any, graph: bool | None, graph_updates: bool | None) -> None:
+    if inspect.ismethod(f):
+        raise TraceError(
+            f"remat.nnx.remat was given the bound method {f.__qualname__!r}; pass the function and the "
+            f"module: remat.nnx.remat({type(f.__self__).__name__}.{f.__name__})(module, ...)"
+        )
+    if graph is False or graph_updates is False:
+        raise TraceError(
+            "remat's own policies need NNX's graph mode (graph=True, graph_updates=True, Flax's default); "
+            "in tree mode modules are pytrees: use remat.checkpoint(f) instead"
+        )
+
+
+def _positional(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """NNX splits positional arguments; keyword ones are put where the signature has them."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TraceError(
+            f"keyword-only arguments {sorted(bound.kwargs)} cannot be passed through remat.nnx.remat; "
+            "make them positional"
+        )
+    return bound.args
+
+
+checkpoint = remat
