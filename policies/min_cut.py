@@ -132,9 +132,7 @@ class _CutNetwork:
 
     def solve(self) -> Cut:
         size = len(self.vertices) + 2
-        return minimum_cut(
-            size, self.tails, self.heads, self.capacities, self.source, self.sink
-        )
+        return minimum_cut(size, self.tails, self.heads, self.capacities, self.source, self.sink)
 
     def saved(self, cut: Cut) -> frozenset[int]:
         side = cut.sink_side
@@ -174,6 +172,8 @@ class _Capacity:
 
     def save(self, value: int) -> int:
         """Price of keeping a value: one read, one write unless it is written anyway, and its memory."""
+        if not self.graph.values[value].savable:
+            return INFINITE
         size = stored_bytes(self.graph.values[value])
         passes = 1 if self._materialized(value) else 2
         memory = 0 if value in self.alive_anyway else self.memory_weight
@@ -206,9 +206,7 @@ class _Capacity:
         return self._unfused(op)
 
     def _heavy(self, op: Op) -> int:
-        allowed = self.policy.heavy == "roofline" or (
-            self.policy.heavy == "batched" and op.batched
-        )
+        allowed = self.policy.heavy == "roofline" or (self.policy.heavy == "batched" and op.batched)
         if not allowed:
             return INFINITE
         written = 2 * sum(self.graph.values[v].nbytes for v in op.outputs)

@@ -17,6 +17,7 @@ from remat.errors import BudgetError, PolicyError, TraceError
 from remat.lower import StagedFunction
 from remat.plan import Plan
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
+from remat.segments import annotate_program, differentiable_flags
 from remat.trace import lift_tracers, trace_primal
 
 __all__ = ["UNSET", "checkpoint", "chosen_policy", "plan"]
@@ -79,10 +80,20 @@ class _Traced:
     function: StagedFunction
     tree: Any
     lifted: tuple[Any, ...]
+    by_policy: bool
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        outs = self.function(*self.lifted, *leaves)
+        inputs = (*self.lifted, *leaves)
+        outs = self._by_policy(inputs) if self.by_policy else self.function(*inputs)
         return jax.tree.unflatten(self.tree, outs)
+
+    def _by_policy(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        program, planner = self.function.primal, self.function.planner
+        if isinstance(planner, PlanPlanner):
+            plan = planner.made  # which arguments are differentiated does not matter here
+        else:
+            plan = self.function.staged(inputs, differentiable_flags(program)).plan
+        return annotate_program(program, plan, inputs, prevent_cse=self.function.barriers)
 
 
 class _Wrapped:
@@ -96,6 +107,7 @@ class _Wrapped:
         static_argnames: frozenset[str],
         barriers: bool,
         inline_checkpoints: bool,
+        by_policy: bool,
     ) -> None:
         self.fun = fun
         self.planner = planner
@@ -103,6 +115,7 @@ class _Wrapped:
         self.static_argnames = static_argnames
         self.barriers = barriers
         self.inline_checkpoints = inline_checkpoints
+        self.by_policy = by_policy
         self.cache = _cache_of(fun)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -114,6 +127,7 @@ class _Wrapped:
             self.planner,
             barriers,
             self.inline_checkpoints,
+            self.by_policy,
             call.key,
             tuple(map(_aval_of, call.leaves)),
             _compat.trace_context(),
@@ -134,17 +148,16 @@ class _Wrapped:
             args, kwargs = rebuild(leaves)
             return jax.tree.flatten(fun(*args, **kwargs))
 
-        program, tree = trace_primal(
-            flat, call.leaves, inline_checkpoints=self.inline_checkpoints
-        )
+        program, tree = trace_primal(flat, call.leaves, inline_checkpoints=self.inline_checkpoints)
         program, lifted = lift_tracers(program)
         function = StagedFunction(
             program,
             self.planner,
             barriers=barriers,
             inline_checkpoints=self.inline_checkpoints,
+            name_values=self.by_policy,
         )
-        return _Traced(function, tree, lifted)
+        return _Traced(function, tree, lifted, self.by_policy)
 
 
 _CACHES: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]] = weakref.WeakKeyDictionary()
@@ -237,12 +250,14 @@ def checkpoint(
             static_argnames=names,
         )
     nums, named = _both_spellings(fun, nums, frozenset(names))
-    if lowering == "policy":
-        from remat.segments import policy_checkpoint
-
-        return policy_checkpoint(fun, resolved, nums, named, any_true(prevent_cse))
     wrapped = _Wrapped(
-        fun, resolved, nums, named, any_true(prevent_cse), nested_checkpoints == "take_over"
+        fun,
+        resolved,
+        nums,
+        named,
+        any_true(prevent_cse),
+        nested_checkpoints == "take_over",
+        lowering == "policy",
     )
 
     @_named_like(fun)
@@ -331,7 +346,7 @@ def plan(
     Raises:
         PolicyError, BudgetError, TraceError: as `remat.checkpoint`.
     """
-    del lowering
+    _check_options(lowering, nested_checkpoints)
     resolved = resolve(remat_policy, budget)
     if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
         if budget is not None:
@@ -344,7 +359,13 @@ def plan(
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     nums, named = _both_spellings(fun, nums, frozenset(names))
     wrapped = _Wrapped(
-        fun, resolved, nums, named, any_true(prevent_cse), nested_checkpoints == "take_over"
+        fun,
+        resolved,
+        nums,
+        named,
+        any_true(prevent_cse),
+        nested_checkpoints == "take_over",
+        lowering == "policy",
     )
     call = wrapped.flatten(args, kwargs)
     traced = wrapped.traced(call)
@@ -379,4 +400,3 @@ def _differentiated(
         if index not in static:
             flags += [index in wanted] * len(jax.tree.leaves(arg))
     return flags + [False] * (len(call.leaves) - len(flags))
-

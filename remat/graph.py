@@ -36,6 +36,8 @@ class Value:
         differentiable: whether it is an inexact array.
         primal: index of the value in the undifferentiated program, None if born in differentiation
             or if that was not recorded.
+        savable: whether a policy may choose to keep it; False for values born in differentiation when
+            the plan is to be lowered to `jax.checkpoint`, which can only name values of the program.
     """
 
     id: int
@@ -46,6 +48,7 @@ class Value:
     tags: tuple[str, ...] = ()
     differentiable: bool = True
     primal: int | None = None
+    savable: bool = True
 
     @property
     def label(self) -> str:

@@ -16,7 +16,9 @@ try:
     from flax.core import lift
     from flax.linen import transforms
 except ImportError as error:  # pragma: no cover - exercised by the packaging test
-    raise ImportError("remat.linen needs Flax; install it with `pip install remat[flax]`") from error
+    raise ImportError(
+        "remat.linen needs Flax; install it with `pip install remat[flax]`"
+    ) from error
 
 from remat.api import UNSET, chosen_policy
 from remat.api import checkpoint as _checkpoint
@@ -49,9 +51,7 @@ def _lifted(
 
         return rematted(variable_groups, rng_groups, *args, **kw)
 
-    return lift.pack(
-        inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True
-    )
+    return lift.pack(inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True)
 
 
 def remat(

@@ -204,6 +204,7 @@ class StagedFunction:
         inline_checkpoints: bool = True,
         multiplicity: int = 1,
         num_invariant: int = 0,
+        name_values: bool = False,
     ) -> None:
         self.primal = primal
         self.planner = planner
@@ -211,6 +212,7 @@ class StagedFunction:
         self.inline_checkpoints = inline_checkpoints
         self.multiplicity = multiplicity
         self.num_invariant = num_invariant
+        self.name_values = name_values
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
         self._plain_jit = jax.jit(partial(evaluate, primal))
@@ -252,6 +254,7 @@ class StagedFunction:
                 inline_checkpoints=self.inline_checkpoints,
                 multiplicity=parts.length,
                 num_invariant=parts.num_consts,
+                name_values=self.name_values,
             )
             loops[path] = (parts.length, function)
             return _compat.run_scan(parts, function, operands)
@@ -261,6 +264,7 @@ class StagedFunction:
             inputs,
             perturbed,
             loop=loop,
+            name_values=self.name_values,
             multiplicity=self.multiplicity,
             num_invariant=self.num_invariant,
         )

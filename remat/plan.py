@@ -28,12 +28,18 @@ __all__ = [
     "Status",
     "Step",
     "form_of",
+    "primal_name",
     "stored_bytes",
 ]
 
 Form = Literal["raw", "bits"]
 Status = Literal["optimal", "feasible", "heuristic"]
 FORMAT_VERSION = 1
+
+
+def primal_name(primal: int) -> str:
+    """Returns the `checkpoint_name` that stands for a value of the undifferentiated program."""
+    return f"remat.{primal}"
 
 
 def form_of(value: Value) -> Form:
@@ -218,6 +224,59 @@ class Plan:
         """Relative optimality gap, None when there is no bound."""
         return None if self.certificate is None else self.certificate.gap
 
+    def policy_names(self) -> tuple[str, ...]:
+        """Returns the names that stand for the kept values in `policy` and `annotate`.
+
+        Raises:
+            PlanError: a kept value was born in differentiation and has no name in the program.
+        """
+        names, nameless = [], []
+        for entry in self.saved:
+            primal = self.graph.values[entry.value].primal
+            producer = self.graph.values[entry.value].producer
+            if producer is None or not self.graph.ops[producer].recomputable:
+                continue  # alive anyway, or between the regions
+            if primal is None:
+                nameless.append(f"{entry.label} of {entry.op}")
+            else:
+                names.append(primal_name(primal))
+        if nameless:
+            raise PlanError(
+                f"{len(nameless)} kept values have no name in the undifferentiated program, for example "
+                f"{nameless[0]}: a jax.checkpoint policy cannot choose them. Make the plan with "
+                "remat.plan(..., lowering='policy'), or use it staged: remat_policy=plan."
+            )
+        return tuple(sorted(set(names)))
+
+    @property
+    def policy(self) -> Any:
+        """The plan as a `jax.checkpoint` policy over the names that `annotate` inserts.
+
+        Raises:
+            PlanError: the plan was not made with `lowering="policy"`.
+        """
+        import jax
+
+        names = {*self.policy_names()}
+        for entry in self.loops:
+            names.update(entry.plan.policy_names())
+        return jax.checkpoint_policies.save_only_these_names(*sorted(names))
+
+    def annotate(self, fun: Any, **options: Any) -> Any:
+        """Returns `fun` with the kept values named, cut into `jax.checkpoint` regions.
+
+        Args:
+            fun: the function this plan was made for with `remat.plan(fun, ..., lowering="policy")`.
+            **options: `static_argnums`, `static_argnames` and `prevent_cse`, as in `remat.checkpoint`.
+
+        Raises:
+            PlanError: the plan was not made with `lowering="policy"`, or not for this function.
+        """
+        from remat.api import checkpoint
+
+        self.policy_names()
+        return checkpoint(fun, remat_policy=self, lowering="policy", **options)
+
     def loop(self, path: str) -> Plan:
         """Returns the plan of the loop body called `path`."""
         for entry in self.loops:
@@ -303,7 +362,9 @@ class Plan:
             **plain,
             graph=Graph.from_dict(data["graph"]),
             schedule=Schedule(tuple(Step(a, t, tuple(v)) for a, t, v in data["steps"])),
-            saved=tuple(Saved(**{**entry, "tags": tuple(entry["tags"])}) for entry in data["saved"]),
+            saved=tuple(
+                Saved(**{**entry, "tags": tuple(entry["tags"])}) for entry in data["saved"]
+            ),
             recomputed=tuple(Recomputed(**entry) for entry in data["recomputed"]),
             certificate=Certificate(**certificate) if certificate else None,
             loops=tuple(

@@ -16,7 +16,15 @@ from remat.plan import Plan
 from remat.planning import make_plan
 from remat.policies import POLICIES, Policy, get_policy
 
-__all__ = ["JaxPolicy", "Off", "PlanPlanner", "PolicyPlanner", "Resolved", "parse_budget", "resolve"]
+__all__ = [
+    "JaxPolicy",
+    "Off",
+    "PlanPlanner",
+    "PolicyPlanner",
+    "Resolved",
+    "parse_budget",
+    "resolve",
+]
 
 # What training configs already say; MaxText's `minimal` keeps the matmuls without batch dimensions.
 _CONFIG_NAMES = {"minimal": "dots_with_no_batch_dims_saveable"}
@@ -87,7 +95,8 @@ class PlanPlanner:
         """Returns the given plan after checking that it belongs to `graph`."""
         if graph.fingerprint() != self.made.graph.fingerprint():
             raise PlanError(
-                "this plan was made for another function: " + _first_difference(self.made.graph, graph)
+                "this plan was made for another function: "
+                + _first_difference(self.made.graph, graph)
             )
         return self.made
 

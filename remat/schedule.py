@@ -230,16 +230,18 @@ class _Backward:
         room = 0.0
         for index, stage in enumerate(stages):
             before = merged[-1] if merged else None
-            joinable = before is not None and before.point is not None
-            if before is not None and joinable and not before.heavy and not stage.heavy:
-                if before.nbytes + stage.nbytes <= room:
-                    before.ops += stage.ops
-                    before.nbytes += stage.nbytes
-                    continue
+            if before is not None and self._joins(before, stage, room):
+                before.ops += stage.ops
+                before.nbytes += stage.nbytes
+                continue
             merged.append(stage)
             alive = sum(values[v].nbytes for v, last in last_use.items() if last >= index)
             room = (1 + _MERGE_SHARE) * total - alive
         return merged
+
+    def _joins(self, before: _Stage, stage: _Stage, room: float) -> bool:
+        fits = before.nbytes + stage.nbytes <= room
+        return before.point is not None and not before.heavy and not stage.heavy and fits
 
     def _measure(self, stage: _Stage) -> None:
         """Finds what a stage reads of the kept values, and what it recomputes if nothing else is there."""

@@ -167,9 +167,7 @@ def program_of(
     )
 
 
-def _live_equations(
-    equations: Sequence[Equation], outputs: Iterable[Atom]
-) -> tuple[Equation, ...]:
+def _live_equations(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
     needed = {atom for atom in outputs if isinstance(atom, int)}
     kept: list[Equation] = []
     for equation in reversed(equations):
@@ -187,6 +185,7 @@ def evaluate(
     inputs: Sequence[Any],
     *,
     loop: LoopHandler | None = None,
+    tags: bool = False,
     name_values: bool = False,
 ) -> list[Any]:
     """Runs a program in the current trace.
@@ -195,11 +194,12 @@ def evaluate(
         program: what to run.
         inputs: one array per program input.
         loop: called as `loop(path, equation, parts, operands)` in place of every `scan`.
+        tags: put the program's `checkpoint_name`s back on its values.
         name_values: tag every computed inexact value so that it can be found again in the joint program.
     """
     env: dict[int, Any] = dict(program.constants)
     env.update(zip(program.inputs, inputs, strict=True))
-    named = _Namer(program, loop is not None, name_values)
+    named = _Namer(program, tags, name_values)
     for value in program.inputs:
         env[value] = named(value, env[value])
     last = _last_reads(program)
@@ -354,7 +354,7 @@ def trace_joint(
             full = list(inputs)
             for index, value in zip(differentiated, values, strict=True):
                 full[index] = value
-            outs = evaluate(primal, full, loop=loop, name_values=name_values)
+            outs = evaluate(primal, full, loop=loop, tags=True, name_values=name_values)
             return [outs[i] for i in with_cotangent], outs
 
         _, pullback, outs = jax.vjp(results, *(inputs[i] for i in differentiated), has_aux=True)
@@ -367,7 +367,7 @@ def trace_joint(
     return Joint(
         program=program,
         graph=replace(
-            _graph_of(program, len(args), num_outputs, multiplicity),
+            _graph_of(program, len(args), num_outputs, multiplicity, name_values),
             invariant=program.inputs[:num_invariant],
         ),
         num_inputs=len(args),
@@ -408,21 +408,24 @@ def _check_differentiable(
         )
 
 
-def _graph_of(program: Program, num_inputs: int, num_outputs: int, multiplicity: int) -> Graph:
+def _graph_of(
+    program: Program, num_inputs: int, num_outputs: int, multiplicity: int, primal_only: bool
+) -> Graph:
     inputs, cotangents = program.inputs[:num_inputs], program.inputs[num_inputs:]
     backward = set(cotangents)
     producer: dict[int, int] = {}
     ops: list[Op] = []
-    loops = 0
     for index, equation in enumerate(program.equations):
         depends = any(value in backward for value in equation.reads)
         if depends:
             backward.update(equation.outputs)
         producer.update(dict.fromkeys(equation.outputs, index))
         ops.append(_op_of(program, index, equation, "backward" if depends else "forward"))
-        loops += equation.source.primitive.name == "scan"
     return Graph(
-        values=tuple(_value_of(program, i, producer.get(i)) for i in range(len(program.avals))),
+        values=tuple(
+            _value_of(program, i, producer.get(i), primal_only and _chosen(ops, producer.get(i)))
+            for i in range(len(program.avals))
+        ),
         ops=tuple(ops),
         inputs=inputs,
         cotangents=cotangents,
@@ -433,11 +436,16 @@ def _graph_of(program: Program, num_inputs: int, num_outputs: int, multiplicity:
     )
 
 
+def _chosen(ops: Sequence[Op], producer: int | None) -> bool:
+    """Whether keeping an operator's results is a choice: what may not run again is kept in any case."""
+    return producer is not None and ops[producer].recomputable
+
+
 def _values(atoms: Iterable[Atom]) -> tuple[int, ...]:
     return tuple(atom for atom in atoms if isinstance(atom, int))
 
 
-def _value_of(program: Program, index: int, producer: int | None) -> Value:
+def _value_of(program: Program, index: int, producer: int | None, primal_only: bool) -> Value:
     aval = program.avals[index]
     tags = program.tags.get(index, ())
     primal = [int(tag.removeprefix(_PRIMAL_TAG)) for tag in tags if tag.startswith(_PRIMAL_TAG)]
@@ -450,6 +458,7 @@ def _value_of(program: Program, index: int, producer: int | None) -> Value:
         tags=tuple(tag for tag in tags if not tag.startswith(_PRIMAL_TAG)),
         differentiable=_is_inexact(aval),
         primal=primal[0] if primal else None,
+        savable=not primal_only or producer is None or bool(primal),
     )
 
 

@@ -1,0 +1,90 @@
+# `make demo` and `make test` set up everything they need in a virtual environment of their own.
+#
+#   PYTHON=python3.12   the interpreter the environment is made with (3.11 or newer)
+#   VENV=.venv          where the environment lies
+#   GPU=no              on a machine with an NVIDIA GPU: neither install CUDA nor use the GPU
+#   STEPS=200           training steps of the demo
+#   ARGS=...            further arguments of the demo or of pytest
+#   JAX=0.10.0          a certain jax version
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+GPU ?= $(if $(wildcard /dev/nvidia0 /proc/driver/nvidia/version),yes,no)
+STEPS ?= 200
+ARGS ?=
+JAX ?=
+# pytest-xdist's workers; two fit a laptop's memory, each compiles with several threads.
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
+STAMP := $(VENV)/.installed-gpu-$(GPU)-jax-$(or $(JAX),newest)
+
+ifneq ($(GPU),yes)
+export JAX_PLATFORMS ?= cpu
+endif
+
+.PHONY: help demo test setup lint format wheel clean
+
+help:
+	@echo "make demo     trains a small GPT with and without rematerialization"
+	@echo "make test     runs the tests"
+	@echo "make setup    only makes the virtual environment in $(VENV)"
+	@echo "make lint     ruff and pyright"
+	@echo "make format   reformats"
+	@echo "make wheel    builds dist/*.whl"
+	@echo "make clean    removes $(VENV) and everything built"
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt.py --steps $(STEPS) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+setup: $(STAMP)
+
+# The environment is made anew whenever what it depends on has changed.
+$(STAMP): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "no python3 found; set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "remat needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "making a virtual environment in $(VENV) (some minutes, once)"
+	@rm -rf "$(VENV)"
+	@$(PYTHON) -m venv "$(VENV)" || { \
+	  echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(PIP) --upgrade pip "setuptools>=77"
+	$(PIP) --no-build-isolation -e ".[test]" $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	@version=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))'); \
+	$(GPU_SETUP_$(GPU))
+	@touch $@
+
+# The GPU plugin's version must be that of jax, whatever is newest.
+define GPU_SETUP_no
+echo "installing XLA's GPU compiler for jax $$version (it needs no GPU)"; \
+	$(PIP) --no-build-isolation -e ".[deviceless]" \
+	  "jax==$$version" "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || \
+	echo "There is no GPU compiler for jax $$version on this machine (only on Linux x86-64 and aarch64):" \
+	  "going on without; what compiles for GPUs that are not there is left out."
+endef
+define GPU_SETUP_yes
+echo "installing CUDA for jax $$version (large; GPU=no does without)"; \
+	$(PIP) --no-build-isolation -e ".[gpu]" "jax[cuda13]==$$version" || \
+	echo "There is no CUDA build of jax $$version for this machine: going on with the CPU."
+endef
+
+lint: $(STAMP)
+	$(PIP) --no-build-isolation -e ".[lint]"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(PIP) --no-build-isolation -e ".[lint]"
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf "$(VENV)" build dist remat.egg-info .pytest_cache .ruff_cache .hypothesis
