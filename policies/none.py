@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.graph import Graph
-from remat.policies.base import Decision
-from remat.schedule import no_remat_saved
+from remat.policies.base import Decision, required_saves
 
 __all__ = ["SaveAll"]
 
@@ -23,4 +22,5 @@ class SaveAll:
 
     def decide(self, graph: Graph) -> Decision:
         """Returns every forward value that the backward pass reads."""
-        return Decision(frozenset(no_remat_saved(graph)))
+        savable = frozenset(value.id for value in graph.values if value.savable)
+        return Decision(required_saves(graph, savable))

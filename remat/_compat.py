@@ -21,6 +21,7 @@ __all__ = [
     "ScanParts",
     "call_body",
     "checkpoint_name_of",
+    "cotangent_of",
     "evaluate_equation",
     "in_loop_body",
     "is_literal",
@@ -33,6 +34,7 @@ __all__ = [
     "sub_jaxprs",
     "top_level_trace",
     "trace_context",
+    "varying_axes",
     "zeros_of",
 ]
 
@@ -160,11 +162,35 @@ def run_scan(parts: ScanParts, body: Any, operands: Sequence[Any]) -> list[Any]:
     return [*carry, *ys]
 
 
+def _varying(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value inside `shard_map` differs; jax has spelt this in two ways."""
+    axes = getattr(aval, "manual_axis_type", None)
+    return frozenset(axes.varying) if axes is not None else frozenset(getattr(aval, "vma", ()) or ())
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Returns the mesh axes over which an array inside `shard_map` differs."""
+    return _varying(jax.typeof(value))
+
+
+def cotangent_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns the abstract cotangent of a result: its shape, dtype and placement."""
+    ct = aval.to_ct_aval() if hasattr(aval, "to_ct_aval") else aval
+    extra: dict[str, Any] = {}
+    if _varying(ct):
+        key = "manual_axis_type" if hasattr(ct, "manual_axis_type") else "vma"
+        extra[key] = getattr(ct, key)
+    sharding = getattr(ct, "sharding", None)
+    if sharding is not None and not getattr(sharding.mesh, "empty", True):
+        extra["sharding"] = sharding
+    return jax.ShapeDtypeStruct(ct.shape, ct.dtype, **extra)
+
+
 def zeros_of(aval: Any) -> Any:
-    """Returns zeros of an abstract value, placed and varying as it says."""
+    """Returns zeros of an abstract value, varying over mesh axes as it says."""
     zeros = jax.numpy.zeros(aval.shape, aval.dtype)
-    vma = getattr(aval, "vma", None)
-    return jax.lax.pcast(zeros, tuple(vma), to="varying") if vma else zeros
+    axes = tuple(sorted(_varying(aval)))
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def trace_context() -> Any:

@@ -166,10 +166,16 @@ class _Machine:
         self.bits.pop(step.target, None)
 
     def _barrier(self, step: Step) -> None:
-        places = [(self.bits if v in self.bits else self.env, v) for v in step.values]
-        tied = jax.lax.optimization_barrier([place[v] for place, v in places])
-        for (place, v), array in zip(places, tied, strict=True):
-            place[v] = array
+        # Inside `shard_map` a barrier gives all its results one type, so arrays that vary over different
+        # mesh axes are tied separately.
+        groups: dict[Any, list[tuple[dict[int, Any], int]]] = {}
+        for value in step.values:
+            place = self.bits if value in self.bits else self.env
+            groups.setdefault(_compat.varying_axes(place[value]), []).append((place, value))
+        for places in groups.values():
+            tied = jax.lax.optimization_barrier([place[v] for place, v in places])
+            for (place, v), array in zip(places, tied, strict=True):
+                place[v] = array
 
 
 @jax.tree_util.register_pytree_node_class

@@ -360,7 +360,7 @@ def trace_joint(
         _, pullback, outs = jax.vjp(results, *(inputs[i] for i in differentiated), has_aux=True)
         return outs, pullback(list(cotangents))
 
-    cotangents = [_abstract(primal.output_avals[i]) for i in with_cotangent]
+    cotangents = [_compat.cotangent_of(primal.output_avals[i]) for i in with_cotangent]
     closed = jax.make_jaxpr(joint)(list(args), cotangents)
     program = program_of(closed, inline_checkpoints=False, inline_custom=True)
     num_outputs = len(primal.outputs)
@@ -375,18 +375,6 @@ def trace_joint(
         perturbed=tuple(bool(flag) for flag in perturbed),
         cotangent_outputs=with_cotangent,
     )
-
-
-def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
-    """A cotangent's abstract value: shape, dtype and placement of the result it belongs to."""
-    extra = {}
-    vma = getattr(aval, "vma", None)
-    if vma:
-        extra["vma"] = vma
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and not getattr(sharding.mesh, "empty", True):
-        extra["sharding"] = sharding
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **extra)
 
 
 def _check_differentiable(

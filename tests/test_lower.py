@@ -1,0 +1,329 @@
+"""Gradients of the lowered function equal plain JAX's, under every transform the lowering supports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.policies import Full, MinCut, Names, SaveAll
+
+KEY = jax.random.key(0)
+POLICIES = [
+    pytest.param(MinCut(), id="min_cut"),
+    pytest.param(MinCut.paper(), id="min_cut_paper"),
+    pytest.param(MinCut(heavy="roofline", random="cheap"), id="min_cut_roofline"),
+    pytest.param(Full(), id="full"),
+    pytest.param(SaveAll(), id="save_all"),
+    pytest.param(Names(), id="names"),
+]
+LOWERINGS = ["staged", "policy"]
+
+
+def dropout_net(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+    """Two layers with relu, dropout, a norm and a residual: `x` is `[8, 16]`, `w` is `[16, 16]`."""
+    h = jax.nn.relu(x @ w)
+    h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h / 0.5, 0.0)
+    h = (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3)
+    return jnp.sum(jnp.tanh(h @ w + x) ** 2)
+
+
+def arrays() -> tuple[jax.Array, jax.Array]:
+    """Deterministic arguments of `dropout_net`."""
+    a, b = jax.random.split(jax.random.key(1))
+    return jax.random.normal(a, (8, 16)), jax.random.normal(b, (16, 16)) / 4
+
+
+def assert_equal(got: Any, want: Any, *, exact: bool = True) -> None:
+    """Compares pytrees leaf by leaf, bit for bit or to float32 rounding."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if exact:
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        else:
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_bit_equal_operator_by_operator(policy: Any, lowering: str) -> None:
+    """Run one by one, the operators are the same: so are the bits, dropout included."""
+    args = (*arrays(), KEY)
+    with jax.disable_jit():
+        want = jax.value_and_grad(dropout_net, (0, 1))(*args)
+        ours = remat.checkpoint(dropout_net, remat_policy=policy, lowering=lowering)
+        assert_equal(jax.value_and_grad(ours, (0, 1))(*args), want)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_agree_compiled(policy: Any, lowering: str) -> None:
+    """Compiled, XLA may fuse differently: equal to float32 rounding."""
+    args = (*arrays(), KEY)
+    want = jax.jit(jax.value_and_grad(dropout_net, (0, 1)))(*args)
+    ours = remat.checkpoint(dropout_net, remat_policy=policy, lowering=lowering)
+    assert_equal(jax.jit(jax.value_and_grad(ours, (0, 1)))(*args), want, exact=False)
+    assert_equal(jax.value_and_grad(ours, (0, 1))(*args), want, exact=False)
+
+
+def _vmap(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w, key: jax.vmap(jax.grad(f), (0, None, 0))(
+        jnp.stack([x, 2 * x]), w, jax.random.split(key, 2)
+    )
+
+
+def _grad_of_vmap(f: Callable[..., Any]) -> Callable[..., Any]:
+    def total(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, 2)
+        return jax.vmap(f, (0, None, 0))(jnp.stack([x, 2 * x]), w, keys).sum()
+
+    return jax.grad(total, (0, 1))
+
+
+def _grad_of_grad(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w, key: jax.grad(lambda w: jnp.sum(jax.grad(f)(x, w, key) ** 2))(w)
+
+
+def _scan(f: Callable[..., Any]) -> Callable[..., Any]:
+    def total(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+        def body(c: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+            loss = f(c, w, k)
+            return c * 0.5 + loss, loss
+
+        c, losses = jax.lax.scan(body, x, jax.random.split(key, 3))
+        return c.sum() + losses.sum()
+
+    return jax.grad(total, (0, 1))
+
+
+def _linearize(f: Callable[..., Any]) -> Callable[..., Any]:
+    def both(x: jax.Array, w: jax.Array, key: jax.Array) -> Any:
+        value, pullback = jax.vjp(lambda x, w: f(x, w, key), x, w)
+        return value, pullback(2.0 * value)
+
+    return both
+
+
+def _jit_inside(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda x, w, key: jax.jit(f)(jnp.sin(x), w, key) * 3, (0, 1))
+
+
+TRANSFORMS = {
+    "vmap of grad": _vmap,
+    "grad of vmap": _grad_of_vmap,
+    "grad of grad": _grad_of_grad,
+    "inside scan": _scan,
+    "vjp": _linearize,
+    "jit inside": _jit_inside,
+}
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(transform: str, lowering: str) -> None:
+    make, args = TRANSFORMS[transform], (*arrays(), KEY)
+    want = jax.jit(make(dropout_net))(*args)
+    ours = remat.checkpoint(dropout_net, lowering=lowering)
+    got = jax.jit(make(ours))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-4)
+
+
+def test_policy_lowering_supports_forward_mode() -> None:
+    x, w = arrays()
+    ours = remat.checkpoint(dropout_net, lowering="policy")
+    want = jax.jvp(lambda x: dropout_net(x, w, KEY), (x,), (x,))
+    assert_equal(jax.jvp(lambda x: ours(x, w, KEY), (x,), (x,)), want, exact=False)
+
+
+def test_staged_lowering_refuses_forward_mode_with_advice() -> None:
+    x, w = arrays()
+    ours = remat.checkpoint(dropout_net)
+    with pytest.raises(remat.DifferentiationError, match="lowering='policy'"):
+        jax.jvp(lambda x: ours(x, w, KEY), (x,), (x,))
+
+
+def test_closed_over_tracers_get_gradients() -> None:
+    x, w = arrays()
+
+    def loss(w: jax.Array, wrap: Callable[..., Any]) -> jax.Array:
+        inner = wrap(lambda x: dropout_net(x, jnp.sin(w), KEY))
+        return inner(x)
+
+    want = jax.jit(jax.grad(lambda w: loss(w, lambda f: f)))(w)
+    assert_equal(jax.jit(jax.grad(lambda w: loss(w, remat.checkpoint)))(w), want, exact=False)
+    assert_equal(jax.grad(lambda w: loss(w, remat.checkpoint))(w), want, exact=False)
+
+
+def test_old_style_keys_integers_and_aux_outputs() -> None:
+    def f(params: dict[str, jax.Array], labels: jax.Array, key: jax.Array) -> Any:
+        h = params["w"][labels]
+        keep = jax.random.bernoulli(key, 0.7, h.shape)
+        h = jnp.where(keep, h, 0)
+        return (h**3).sum(), {"count": keep.sum(), "mean": h.mean(), "labels": labels}
+
+    args = ({"w": jnp.arange(12.0).reshape(4, 3)}, jnp.array([0, 2, 2]), jax.random.PRNGKey(3))
+    want = jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
+    got = jax.jit(jax.value_and_grad(remat.checkpoint(f), has_aux=True))(*args)
+    assert_equal(got, want)
+
+
+def test_custom_rules_are_kept() -> None:
+    @jax.custom_vjp
+    def clip_gradient(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    clip_gradient.defvjp(
+        lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -0.1, 0.1),)
+    )
+
+    @jax.custom_jvp
+    def fake_gradient(x: jax.Array) -> jax.Array:
+        return x * x
+
+    fake_gradient.defjvp(lambda p, t: (fake_gradient(p[0]), 7.0 * t[0]))
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sum(clip_gradient(fake_gradient(jnp.tanh(x)) * x))
+
+    x = jnp.linspace(-2, 2, 16)
+    want = jax.jit(jax.grad(f))(x)
+    for policy in (MinCut(), Full()):
+        for lowering in LOWERINGS:
+            g = remat.checkpoint(f, remat_policy=policy, lowering=lowering)
+            assert_equal(jax.jit(jax.grad(g))(x), want, exact=False)
+
+
+def control_flow(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`cond`, `while_loop` (not differentiated), nested `scan` and a user's checkpoint in one function."""
+    x = jax.lax.cond(x.sum() > 0, lambda v: jnp.tanh(v @ w), lambda v: v * 2, x)
+    n = jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, jnp.int32(0))
+
+    def inner(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        c = jnp.sin(c @ w)
+        return c, c.mean()
+
+    def outer(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        c, ys = jax.lax.scan(inner, c, None, length=2)
+        return jax.checkpoint(lambda v: jax.nn.relu(v @ w) + v)(c), ys.sum()
+
+    x, ys = jax.lax.scan(outer, x, None, length=3, reverse=True)
+    x = jax.lax.fori_loop(0, 2, lambda i, v: v * jnp.cos(v), x)
+    return jnp.sum(x) * n + ys.sum()
+
+
+@pytest.mark.parametrize("nested", ["take_over", "respect"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_control_flow(policy: Any, nested: str) -> None:
+    args = arrays()
+    want = jax.jit(jax.value_and_grad(control_flow, (0, 1)))(*args)
+    ours = remat.checkpoint(control_flow, remat_policy=policy, nested_checkpoints=nested)
+    assert_equal(jax.jit(jax.value_and_grad(ours, (0, 1)))(*args), want, exact=False)
+
+
+def test_shard_map_inside_and_outside() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def shard(f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.shard_map(
+            lambda x, w: jax.lax.pmean(f(x, w, KEY), "data"),
+            mesh=mesh,
+            in_specs=(spec("data"), spec()),
+            out_specs=spec(),
+        )
+
+    args = arrays()
+    want = jax.jit(jax.grad(shard(dropout_net), (0, 1)))(*args)
+    got = jax.jit(jax.grad(shard(remat.checkpoint(dropout_net)), (0, 1)))(*args)
+    assert_equal(got, want, exact=False)
+    outside = remat.checkpoint(shard(dropout_net))
+    assert_equal(jax.jit(jax.grad(outside, (0, 1)))(*args), want, exact=False)
+
+
+def test_side_effects_run_once() -> None:
+    seen: list[float] = []
+
+    def f(x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x)
+        jax.debug.callback(lambda v: seen.append(float(v)), y.sum())
+        return jnp.sum(jnp.sin(y) * y)
+
+    x = jnp.arange(4.0)
+    jax.block_until_ready(jax.jit(jax.grad(remat.checkpoint(f, remat_policy="full")))(x))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def _executions(function: Callable[..., Any], *args: Any) -> int:
+    """Counts the matmuls of the joint program, loops included once per iteration."""
+
+    def count(jaxpr: Any) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            inner = [
+                getattr(p, "jaxpr", p)
+                for p in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns"))
+                if hasattr(p, "eqns") or hasattr(getattr(p, "jaxpr", None), "eqns")
+            ]
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            total += times * sum(map(count, inner))
+            total += eqn.primitive.name == "dot_general"
+        return total
+
+    return count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def test_recomputation_happens_exactly_as_planned() -> None:
+    """Four matmuls in a chain: 4 forward, 7 backward (the first input is not differentiated)."""
+
+    def chain(ws: jax.Array, x: jax.Array) -> jax.Array:
+        for i in range(4):
+            x = jnp.tanh(x @ ws[i])
+        return x.sum()
+
+    ws, x = jnp.ones((4, 8, 8)), jnp.ones((8, 8))
+    counts = {
+        name: _executions(jax.grad(remat.checkpoint(chain, remat_policy=name)), ws, x)
+        for name in ("save_all", "min_cut", "full")
+    }
+    assert counts == {"save_all": 11, "min_cut": 11, "full": 15}
+
+
+def test_loop_bodies_recompute_as_planned() -> None:
+    def loop(w: jax.Array, x: jax.Array) -> jax.Array:
+        body = lambda c, _: (jnp.tanh(jnp.tanh(c @ w) @ w), None)  # noqa: E731
+        return jax.lax.scan(body, x, None, length=5)[0].sum()
+
+    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
+    counts = {
+        name: _executions(jax.grad(remat.checkpoint(loop, remat_policy=name)), w, x)
+        for name in ("save_all", "min_cut", "full")
+    }
+    # Per iteration: 2 forward, 4 backward; full repeats both.
+    assert counts == {"save_all": 30, "min_cut": 30, "full": 40}
+
+
+def test_barriers_only_outside_loops() -> None:
+    def barriers(f: Callable[..., Any]) -> int:
+        x, w = arrays()
+        text = str(jax.make_jaxpr(jax.grad(f))(x, w, KEY))
+        return text.count("optimization_barrier")
+
+    block = remat.checkpoint(lambda x, w, key: x * dropout_net(x, w, key), remat_policy="full")
+    assert barriers(lambda x, w, key: block(x, w, key).sum()) == 1
+    off = remat.checkpoint(
+        lambda x, w, key: x * dropout_net(x, w, key), remat_policy="full", prevent_cse=False
+    )
+    assert barriers(lambda x, w, key: off(x, w, key).sum()) == 0
+
+    def looped(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, 3)
+        return jax.lax.scan(lambda c, k: (block(c, w, k), None), x, keys)[0].sum()
+
+    assert barriers(looped) == 0

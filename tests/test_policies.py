@@ -1,0 +1,434 @@
+"""What every registered policy promises, on random graphs and on random JAX programs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_table import POLICY_TABLE, PolicyRow, cuts, rows
+from random_graphs import GraphBuilder, chain, graphs, relabelled, seeded_graph
+
+import remat
+from remat.errors import PolicyError
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.planning import make_plan
+from remat.policies import POLICIES, Full, MinCut, Names, Policy, SaveAll, get_policy
+from remat.policies.base import describe_options, required_saves
+from remat.simulate import simulate
+
+laws = settings(deadline=None, max_examples=60, derandomize=True)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def test_the_table_covers_the_registry() -> None:
+    assert {row.registered for row in POLICY_TABLE} == set(POLICIES)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_registered_name_makes_a_policy_of_that_name(name: str) -> None:
+    assert get_policy(name).name == name
+    assert isinstance(get_policy(name), Policy)
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_match() -> None:
+    with pytest.raises(PolicyError, match=r"did you mean 'min_cut'\?"):
+        get_policy("mincut")
+
+
+@rows()
+def test_policies_are_frozen_hashable_and_equal_by_content(row: PolicyRow) -> None:
+    one, other = row.factory(), row.factory()
+    assert one == other and hash(one) == hash(other)
+    with pytest.raises(AttributeError):
+        one.name = "other"  # type: ignore[misc]
+    assert describe_options(one) == describe_options(other)
+
+
+# --- laws on random graphs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("barriers", [True, False], ids=["barriers", "no-barriers"])
+@rows()
+@given(graph=graphs())
+@laws
+def test_the_schedule_replays_and_ends_with_every_gradient(
+    row: PolicyRow, barriers: bool, graph: Graph
+) -> None:
+    plan = make_plan(graph, row.factory(), barriers=barriers)
+    for fused in (True, False):
+        timeline = simulate(graph, plan.schedule, fused=fused).timeline
+        assert min(timeline.live_bytes) >= 0
+        assert len(timeline.live_bytes) == len(plan.schedule.steps)
+
+
+@rows()
+@given(graph=graphs())
+@laws
+def test_nothing_runs_again_that_must_not(row: PolicyRow, graph: Graph) -> None:
+    plan = make_plan(graph, row.factory())
+    runs = Counter(plan.schedule.computed())
+    for op in graph.ops:
+        if not op.recomputable:
+            assert runs[op.id] <= 1
+        if op.effectful or op.phase == "backward":
+            assert runs[op.id] == 1
+        if row.recomputes_nothing:
+            assert runs[op.id] <= 1
+
+
+@rows()
+@given(graph=graphs())
+@laws
+def test_the_backward_pass_follows_from_what_is_saved(row: PolicyRow, graph: Graph) -> None:
+    saved = row.factory().decide(graph).saved
+    there = {*saved, *graph.inputs, *graph.constants, *graph.cotangents}
+    assert all(graph.forward_values[value] for value in saved)
+    allowed = {op.id for op in graph.ops if op.recomputable or op.phase == "backward"}
+    for op in graph.ops:
+        if op.id in allowed and there.issuperset(op.inputs):
+            there.update(op.outputs)
+        elif op.phase == "backward":
+            assert not op.recomputable and there.issuperset(op.inputs)
+    assert there.issuperset(graph.gradients)
+
+
+@rows()
+@given(graph=graphs())
+@laws
+def test_plans_are_values(row: PolicyRow, graph: Graph) -> None:
+    plan = make_plan(graph, row.factory())
+    same = make_plan(Graph.from_json(graph.to_json()), row.factory())
+    assert plan == same and hash(plan) == hash(same) and plan.digest() == same.digest()
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and hash(again) == hash(plan) and again.digest() == plan.digest()
+    assert len({plan, same, again}) == 1
+
+
+@rows(lambda row: row.label_free)
+@given(graph=graphs(), rng=st.randoms(use_true_random=False))
+@laws
+def test_relabelling_a_graph_changes_no_decision(
+    row: PolicyRow, graph: Graph, rng: random.Random
+) -> None:
+    moved = relabelled(graph, rng)
+    decision = row.factory().decide(graph)
+    other = row.factory().decide(moved.graph)
+    assert {moved.values[value] for value in decision.saved} == other.saved
+    assert decision.certificate == other.certificate
+
+
+@rows()
+@given(graph=graphs())
+@laws
+def test_what_is_counted_as_recomputed_is_what_the_schedule_repeats(
+    row: PolicyRow, graph: Graph
+) -> None:
+    plan = make_plan(graph, row.factory())
+    runs = Counter(plan.schedule.computed())
+    again = {op: times - 1 for op, times in runs.items() if times > 1}
+    assert {entry.op: entry.times for entry in plan.recomputed} == again
+    assert plan.recompute_flops == sum(graph.ops[op].flops * n for op, n in again.items())
+
+
+@rows()
+@given(graph=graphs())
+@laws
+def test_recompute_seconds_count_every_repetition(row: PolicyRow, graph: Graph) -> None:
+    from remat.cost import op_seconds
+    from remat.devices import get_device
+
+    plan = make_plan(graph, row.factory())
+    device = get_device(plan.device)
+    expected = sum(e.times * op_seconds(graph, graph.ops[e.op], device) for e in plan.recomputed)
+    assert plan.recompute_seconds == pytest.approx(expected)
+
+
+@rows()
+@given(graph=graphs())
+@laws
+def test_saved_entries_add_up_to_saved_bytes(row: PolicyRow, graph: Graph) -> None:
+    plan = make_plan(graph, row.factory())
+    counted = [e for e in plan.saved if e.value not in {*graph.inputs, *graph.outputs}]
+    assert plan.saved_bytes == sum(entry.nbytes for entry in counted)
+    for entry in plan.saved:
+        value = graph.values[entry.value]
+        elements = int(np.prod(value.shape))
+        kept_bits = value.dtype == "bool" and not entry.is_input
+        assert entry.nbytes == ((elements + 7) // 8 if kept_bits else value.nbytes)
+        assert entry.raw_bytes == value.nbytes
+        assert entry.is_input == (entry.value in graph.inputs)
+
+
+@cuts()
+@given(graph=graphs())
+@laws
+def test_an_optimal_plan_carries_a_certificate_without_gap(row: PolicyRow, graph: Graph) -> None:
+    plan = make_plan(graph, row.factory())
+    assert plan.status == "optimal"
+    assert plan.certificate is not None
+    assert plan.certificate.value == plan.certificate.bound
+    assert plan.gap == 0.0
+
+
+@given(graph=graphs())
+@laws
+def test_save_all_keeps_at_most_the_baseline(graph: Graph) -> None:
+    plan = make_plan(graph, SaveAll())
+    assert plan.saved_bytes <= plan.baseline_saved_bytes
+    assert plan.recompute_flops == 0
+
+
+@given(graph=graphs(fusible_only=True))
+@laws
+def test_full_keeps_only_arguments_of_a_pointwise_function(graph: Graph) -> None:
+    plan = make_plan(graph, Full())
+    assert all(entry.is_input for entry in plan.saved)
+    assert plan.saved_bytes == 0
+
+
+def test_min_cut_with_bits_keeps_at_most_what_no_remat_keeps() -> None:
+    for seed in range(300):
+        graph = seeded_graph(seed, fusible_only=True)
+        plan = make_plan(graph, MinCut())
+        assert plan.saved_bytes <= plan.baseline_saved_bytes, seed
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def tagged_chain() -> Graph:
+    builder = GraphBuilder()
+    value = builder.input()
+    values = []
+    for i in range(3):
+        value = builder.op("tanh", [value], tags=(f"layer_{i}",))
+        values.append(value)
+    gradient = builder.cotangent()
+    for value in reversed(values):
+        gradient = builder.op("mul", [value, gradient])
+    return builder.build([values[-1]], [gradient])
+
+
+def test_names_keeps_the_named_values_and_no_other() -> None:
+    graph = tagged_chain()
+    assert Names(("layer_1",)).decide(graph).saved == {2}
+    assert Names().decide(graph).saved == {1, 2, 3}
+
+
+def test_a_name_that_tags_nothing_is_an_error_that_lists_the_tags() -> None:
+    with pytest.raises(PolicyError, match=r"layer_0.*did you mean 'layer_"):
+        Names(("layr_1",)).decide(tagged_chain())
+
+
+def test_names_given_as_a_list_make_a_hashable_policy() -> None:
+    assert hash(Names(["a", "b"])) == hash(Names(("a", "b")))  # type: ignore[arg-type]
+
+
+def test_required_saves_stops_at_what_may_not_run_again() -> None:
+    builder = GraphBuilder()
+    x = builder.input()
+    once = builder.op("mystery", [x])
+    late = builder.op("tanh", [once])
+    ct = builder.cotangent()
+    graph = builder.build([late], [builder.op("mul", [late, ct])])
+    assert required_saves(graph, frozenset()) == {once}
+    assert required_saves(graph, frozenset({late})) == {late}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_weight": -1},
+        {"memory_weight": float("nan")},
+        {"memory_weight": 1e9},
+        {"heavy": "never"},
+        {"random": "bann"},
+        {"reduction_ratio": 0},
+    ],
+    ids=str,
+)
+def test_min_cut_refuses_options_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=next(iter(options))):
+        MinCut(**options)
+
+
+def test_only_changed_options_are_described() -> None:
+    assert describe_options(MinCut()) == ""
+    assert describe_options(MinCut(heavy="batched")) == "heavy='batched'"
+
+
+# --- numerical -----------------------------------------------------------------------------------
+
+Arrays = tuple[jax.Array, ...]
+Term = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""Of two earlier values, a weight matrix and a key."""
+
+
+def _dropout(x: jax.Array, y: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / 0.8, 0.0) + 0.1 * y
+
+
+def _scan(x: jax.Array, y: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+    def body(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        carry = jnp.tanh(carry @ w + row)
+        return carry, jnp.sin(carry)
+
+    return jax.lax.scan(body, x[0], y)[1]
+
+
+TERMS: dict[str, Term] = {
+    "tanh": lambda x, y, w, key: jnp.tanh(x + y),
+    "matmul": lambda x, y, w, key: x @ w,
+    "relu": lambda x, y, w, key: jax.nn.relu(x) - y,
+    "where": lambda x, y, w, key: jnp.where(x > y, jnp.sin(x), y),
+    "dropout": _dropout,
+    "slice": lambda x, y, w, key: jnp.concatenate([x[2:], y[:2] * x[:2]]),
+    "softmax": lambda x, y, w, key: jax.nn.softmax(x, axis=-1) * y,
+    "normalize": lambda x, y, w, key: (x - x.mean(1, keepdims=True)) / (1.0 + x.std(1)[:, None]),
+    "maximum": lambda x, y, w, key: x + jnp.max(y, axis=0),
+    "scan": _scan,
+    "split": lambda x, y, w, key: jnp.multiply(*jnp.split(jnp.concatenate([x, y]), 2)),
+    "sort": lambda x, y, w, key: jnp.sort(x, axis=1) * y,
+    "cumsum": lambda x, y, w, key: jnp.cumsum(0.1 * x, axis=0) + y,
+    "cond": lambda x, y, w, key: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x) * y,
+    "checkpointed": lambda x, y, w, key: jax.checkpoint(lambda a: jnp.cos(jnp.sin(a @ w)))(x) + y,
+    "named": lambda x, y, w, key: jax.ad_checkpoint.checkpoint_name(jnp.sin(x * y), "first"),
+}
+Program = tuple[tuple[str, int, int], ...]
+
+
+def function_of(program: Program) -> Callable[..., jax.Array]:
+    """The loss that computes the terms in order, each of two earlier values, from the latest back."""
+
+    def loss(weights: Arrays, x: jax.Array, key: jax.Array) -> jax.Array:
+        values = [x, 0.5 * x + weights[0][0]]
+        for index, (name, first, second) in enumerate(program):
+            a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
+            w = weights[index % len(weights)]
+            values.append(TERMS[name](a, b, w, jax.random.fold_in(key, index)))
+        return jnp.mean(values[-1] ** 2) + jnp.mean(values[-2])
+
+    return loss
+
+
+def example_arguments() -> tuple[Arrays, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    weights = tuple(jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32) for _ in range(2))
+    return weights, jnp.asarray(rng.normal(size=(8, 8)), jnp.float32), jax.random.key(1)
+
+
+def programs(least: int = 1, most: int = 5) -> st.SearchStrategy[Program]:
+    term = st.tuples(st.sampled_from(sorted(TERMS)), st.integers(0, 2), st.integers(0, 2))
+    return st.lists(term, min_size=least, max_size=most).map(tuple)
+
+
+def gradients(function: Callable[..., jax.Array]) -> Sequence[jax.Array]:
+    compiled = jax.jit(jax.grad(function, argnums=(0, 1)))
+    return jax.tree.leaves(compiled(*example_arguments()))
+
+
+def assert_same_gradients(program: Program, row: PolicyRow) -> None:
+    function = function_of(program)
+    expected = gradients(function)
+    actual = gradients(remat.checkpoint(function, remat_policy=row.factory()))
+    for left, right in zip(actual, expected, strict=True):
+        assert left.dtype == right.dtype
+        # Bit-equal as computed; XLA:CPU may contract a multiplication and an addition into one rounding
+        # in one fusion and not in another, which is a last-bit difference per operation.
+        if not np.array_equal(left, right):
+            np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-6)
+
+
+@rows(lambda row: row.id != "names-first")
+@given(program=programs())
+@settings(deadline=None, max_examples=4, derandomize=True)
+def test_gradients_equal_those_of_plain_jax(row: PolicyRow, program: Program) -> None:
+    assert_same_gradients(program, row)
+
+
+EVERY_TERM: Program = tuple((name, 0, 1) for name in TERMS)
+
+
+@rows()
+def test_gradients_of_a_program_with_every_term_equal_those_of_plain_jax(row: PolicyRow) -> None:
+    assert_same_gradients(EVERY_TERM, row)
+
+
+@rows()
+def test_a_plan_read_from_json_gives_the_same_gradients(row: PolicyRow) -> None:
+    function = function_of((("dropout", 0, 1), ("relu", 0, 0), ("scan", 0, 1), ("matmul", 0, 0)))
+    plan = remat.plan(
+        function, *example_arguments(), remat_policy=_with_names(row), argnums=(0, 1)
+    )
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    expected = gradients(function)
+    actual = gradients(remat.checkpoint(function, remat_policy=again))
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-6)
+
+
+def _with_names(row: PolicyRow) -> Policy:
+    return Names() if row.registered == "names" else row.factory()
+
+
+@rows()
+def test_a_drawn_mask_large_enough_for_bits_is_drawn_again_alike(row: PolicyRow) -> None:
+    key = jax.random.key(3)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        for i in range(2):
+            mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
+            x = jnp.where(mask, jnp.tanh(x @ w) * 2.0, 0.0)
+        return jnp.sum(x * x)
+
+    x = jnp.ones((512, 128)) * 0.1
+    w = jnp.eye(128)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    function = remat.checkpoint(loss, remat_policy=_with_names(row))
+    actual = jax.jit(jax.grad(function, argnums=(0, 1)))(x, w)
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+@rows()
+def test_eager_gradients_equal_jitted_ones(row: PolicyRow) -> None:
+    function = remat.checkpoint(
+        function_of((("relu", 0, 1), ("matmul", 0, 0), ("named", 0, 1))),
+        remat_policy=row.factory(),
+    )
+    eager = jax.tree.leaves(jax.grad(function, argnums=(0, 1))(*example_arguments()))
+    for left, right in zip(eager, gradients(function), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-6)
+
+
+def test_applying_a_plan_with_loops_reports_the_plan_that_was_applied() -> None:
+    function = function_of((("scan", 0, 1),))
+    made = remat.plan(function, *example_arguments(), remat_policy="min_cut", argnums=(0, 1))
+    applied = remat.plan(function, *example_arguments(), remat_policy=made, argnums=(0, 1))
+    assert made.loops
+    assert applied == made
+
+
+def test_a_plan_for_another_function_is_refused() -> None:
+    made = remat.plan(function_of((("tanh", 0, 1),)), *example_arguments(), argnums=(0, 1))
+    other = remat.checkpoint(function_of((("relu", 0, 1),)), remat_policy=made)
+    with pytest.raises(remat.PlanError, match="another function"):
+        gradients(other)
+
+
+def test_chain_of_the_builder_is_what_its_docstring_says() -> None:
+    graph = chain(2)
+    assert [op.inputs for op in graph.ops] == [(0,), (1,), (2, 3), (1, 4)]
+    assert (graph.outputs, graph.gradients) == ((2,), (5,))
