@@ -34,8 +34,12 @@ GPU = "h200"
 BATCH = 16
 GPU_BATCH = 64
 PRINT_EVERY = 20
-# Two orders of summation differ by about 1e-7 of a loss near 3; AdamW lets that grow over the steps.
-TOLERANCE = 0.02
+# The two programs add up in another order, which changes a float32 loss near 3 by about 5e-7. Training
+# magnifies that: AdamW divides by the size of a gradient, also where it is nothing but rounding (a key's
+# bias has none). Warm-up and a larger epsilon, as usual for transformers, keep it small.
+TOLERANCE = 1e-3
+WARMUP_STEPS = 20
+LEARNING_RATE = 1e-3
 
 Step = Callable[..., Any]
 
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = dataclasses.replace(gpt.GPT_SMALL_DEMO, layers=options.layers)
     configs = {"no remat": plain, POLICY: dataclasses.replace(plain, remat_policy=POLICY)}
 
-    print(f"GPT of {plain.layers} blocks, width {plain.width}, batch {BATCH} x {plain.context}, ")
+    print(f"GPT of {plain.layers} blocks, width {plain.width}, batch {BATCH} x {plain.context},")
     print(f"dropout {plain.dropout}, AdamW, {options.steps} steps on {_platform()}\n")
     curves = {name: train(name, config, options.steps) for name, config in configs.items()}
     agree = compare(curves)
@@ -65,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_step(config: gpt.GPTConfig) -> tuple[Step, optax.GradientTransformation]:
     """One step of training: `step(params, state, tokens, targets, key) -> params, state, loss`."""
     loss = gpt.loss_fn(config)
-    optimizer = optax.adamw(1e-3)
+    schedule = optax.linear_schedule(0.0, LEARNING_RATE, WARMUP_STEPS)
+    optimizer = optax.adamw(schedule, eps=1e-6)
 
     def step(params: Any, state: Any, tokens: Any, targets: Any, key: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, tokens, targets, key)

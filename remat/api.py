@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat import _compat
 from remat.errors import BudgetError, PolicyError, TraceError
@@ -61,16 +62,29 @@ def _flatten_call(
             ) from error
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
     dynamic_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
-    leaves, tree = jax.tree.flatten((dynamic, dynamic_kw))
+    everything, tree = jax.tree.flatten((dynamic, dynamic_kw))
+    # Leaves that are no arrays (an activation function in an equinox module) are part of the structure.
+    fixed = {i: leaf for i, leaf in enumerate(everything) if not _is_array(leaf)}
+    leaves = [leaf for leaf in everything if _is_array(leaf)]
     count = len(args)
 
     def rebuild(new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        rest, rest_kw = jax.tree.unflatten(tree, new)
+        arrays = iter(new)
+        full_leaves = [
+            fixed[i] if i in fixed else next(arrays) for i in range(len(everything))
+        ]
+        rest, rest_kw = jax.tree.unflatten(tree, full_leaves)
         values = iter(rest)
         full = tuple(static[i] if i in static else next(values) for i in range(count))
         return full, {**rest_kw, **static_kw}
 
-    return _Call(leaves, (tree, tuple(static.items()), tuple(static_kw.items())), rebuild)
+    key = (tree, tuple(static.items()), tuple(static_kw.items()), tuple(fixed.items()))
+    return _Call(leaves, key, rebuild)
+
+
+def _is_array(leaf: Any) -> bool:
+    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
+    return isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__")
 
 
 @dataclass(frozen=True)
@@ -313,6 +327,7 @@ def _both_spellings(
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
+    nums = frozenset(i + len(positional) if i < 0 else i for i in nums)
     by_num = {positional[i] for i in nums if -len(positional) <= i < len(positional)}
     by_name = {positional.index(n) for n in names if n in positional}
     return nums | by_name, names | by_num
@@ -398,5 +413,5 @@ def _differentiated(
     flags: list[bool] = []
     for index, arg in enumerate(args):
         if index not in static:
-            flags += [index in wanted] * len(jax.tree.leaves(arg))
+            flags += [index in wanted] * sum(map(_is_array, jax.tree.leaves(arg)))
     return flags + [False] * (len(call.leaves) - len(flags))

@@ -8,7 +8,7 @@ alive there, so that XLA can neither start its recomputation earlier nor merge i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
 
 from remat.graph import Graph, Op
@@ -58,8 +58,18 @@ def no_remat_saved(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted(graph.backward_reads))
 
 
+class _Either:
+    """The union of two sets, without building it."""
+
+    def __init__(self, first: set[int], second: set[int]) -> None:
+        self.first, self.second = first, second
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.first or value in self.second
+
+
 def _closure(
-    graph: Graph, values: Iterable[int], stop: Collection[int], limit: int | None = None
+    graph: Graph, values: Iterable[int], stop: Container[int], limit: int | None = None
 ) -> set[int]:
     """Operators needed to compute `values` when those in `stop` are there already.
 
@@ -199,6 +209,7 @@ class _Backward:
         self.sources = {*graph.inputs, *graph.constants}
         self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
         self.ready: set[int] = set()  # forward values that are there
+        self.fixed = self.saved | self.sources
         self.steps: list[Step] = []
 
     def run(self) -> list[Step]:
@@ -248,7 +259,7 @@ class _Backward:
         forward, graph = self.graph.forward_values, self.graph
         kept = self.saved - self.sources
         reads = {v for op in stage.ops for v in op.inputs if forward[v]}
-        again = _closure(graph, reads, self.saved | self.sources)
+        again = _closure(graph, reads, self.fixed)
         written = {v for op in stage.ops if not op.fusible for v in op.inputs if forward[v]}
         stage.nbytes = sum(graph.values[v].nbytes for v in written - self.saved - self.sources)
         stage.heavy = any(graph.ops[op].heavy for op in again)
@@ -295,8 +306,7 @@ class _Backward:
             if value in self.saved and value not in self.sources and self._encoded(value):
                 body.append(Step("decode", value))
                 self.ready.add(value)
-        stop = self.ready | self.saved | self.sources
-        order = sorted(_closure(self.graph, missing, stop))
+        order = sorted(_closure(self.graph, missing, _Either(self.ready, self.fixed)))
         for index in order:
             op = self.graph.ops[index]
             for value in op.inputs:

@@ -1,0 +1,303 @@
+"""The doors: arguments, names, errors, caching, plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.resolve import parse_budget
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Two tanh layers; `w` is `[8, 8]`, `x` is `[4, 8]`."""
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+
+W, X = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.linspace(0, 1, 32).reshape(4, 8)
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Collects jax's own trace and compile events."""
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        del duration
+        if event.startswith("/jax/core/compile"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_decorator_with_and_without_arguments() -> None:
+    @remat.checkpoint
+    def plain(w: jax.Array) -> jax.Array:
+        """Doc."""
+        return loss(w, X)
+
+    @remat.checkpoint(remat_policy="full", static_argnums=(1,))
+    def configured(w: jax.Array, power: int) -> jax.Array:
+        return loss(w**power, X)
+
+    np.testing.assert_allclose(jax.grad(plain)(W), jax.grad(loss)(W, X), rtol=1e-5)
+    want = jax.grad(lambda w: loss(w**3, X))(W)
+    np.testing.assert_allclose(jax.grad(configured)(W, 3), want, rtol=1e-5)
+    assert plain.__name__ == "plain" and plain.__doc__ == "Doc."
+
+
+def test_static_arguments_by_name_and_by_position() -> None:
+    def f(w: jax.Array, x: jax.Array, double: bool = False) -> jax.Array:
+        return loss(w, x) * (2 if double else 1)
+
+    for options in ({"static_argnums": 2}, {"static_argnames": "double"}, {"static_argnums": -1}):
+        g = remat.checkpoint(f, **options)
+        np.testing.assert_allclose(jax.grad(g)(W, X, True), 2 * jax.grad(f)(W, X), rtol=1e-5)
+        np.testing.assert_allclose(
+            jax.grad(g)(W, X, double=True), 2 * jax.grad(f)(W, X), rtol=1e-5
+        )
+
+
+def test_unhashable_static_argument() -> None:
+    g = remat.checkpoint(lambda w, options: loss(w, X), static_argnums=1)
+    with pytest.raises(remat.TraceError, match="not hashable"):
+        g(W, [1, 2])
+
+
+@pytest.mark.parametrize("wrap_again", [False, True])
+def test_second_eager_call_neither_traces_nor_compiles(wrap_again: bool) -> None:
+    g = remat.checkpoint(loss)
+
+    def gradient() -> Any:
+        f = remat.checkpoint(loss) if wrap_again else g
+        return jax.block_until_ready(jax.grad(f)(W, X))
+
+    gradient(), gradient()
+    with counted() as events:
+        gradient()
+    assert events == []
+
+
+def test_second_jitted_call_neither_traces_nor_compiles() -> None:
+    calls: list[int] = []
+
+    def traced(w: jax.Array, x: jax.Array) -> jax.Array:
+        calls.append(1)
+        return loss(w, x)
+
+    step = jax.jit(jax.grad(remat.checkpoint(traced)))
+    jax.block_until_ready(step(W, X))
+    made = len(calls)
+    with counted() as events:
+        jax.block_until_ready(step(W, X))
+    assert events == [] and len(calls) == made == 1
+
+
+def test_new_shapes_make_a_new_plan() -> None:
+    g = remat.checkpoint(loss)
+    for rows in (2, 3):
+        x = jnp.ones((rows, 8))
+        np.testing.assert_allclose(jax.grad(g)(W, x), jax.grad(loss)(W, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [None, "none"])
+def test_off_returns_the_function_itself(policy: Any) -> None:
+    assert remat.checkpoint(loss, remat_policy=policy) is loss
+
+
+def _residual_bytes(f: Callable[..., Any]) -> int:
+    _, pullback = jax.vjp(lambda w: f(w, X), W)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))
+
+
+@pytest.mark.parametrize(
+    ("name", "same_as"),
+    [
+        ("dots_saveable", jax.checkpoint_policies.dots_saveable),
+        ("minimal", jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        (jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.nothing_saveable),
+    ],
+)
+def test_jax_policies_go_straight_to_jax(name: Any, same_as: Callable[..., Any]) -> None:
+    ours = remat.checkpoint(loss, remat_policy=name)
+    theirs = jax.checkpoint(loss, policy=same_as)
+    text = [str(jax.make_jaxpr(jax.grad(f))(W, X)).count("dot_general") for f in (ours, theirs)]
+    assert text[0] == text[1]
+    assert _residual_bytes(ours) == _residual_bytes(theirs)
+
+
+def test_policy_argument_still_works() -> None:
+    g = remat.checkpoint(loss, policy=jax.checkpoint_policies.everything_saveable)
+    np.testing.assert_allclose(jax.grad(g)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
+    with pytest.raises(remat.PolicyError, match="both policy="):
+        remat.checkpoint(
+            loss, policy=jax.checkpoint_policies.dots_saveable, remat_policy="min_cut"
+        )
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("min_cutt", "did you mean 'min_cut'"),
+        ("dots_savable", "did you mean 'dots_saveable'"),
+        ("save_only_these_names", "call it"),
+        (3.5, "expected a name"),
+        (remat.policies.MinCut, "pass an instance"),
+    ],
+)
+def test_bad_policies_are_errors(policy: Any, message: str) -> None:
+    with pytest.raises(remat.PolicyError, match=message):
+        remat.checkpoint(loss, remat_policy=policy)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_weight": -1},
+        {"memory_weight": float("nan")},
+        {"heavy": "sometimes"},
+        {"random": "never"},
+        {"reduction_ratio": 0},
+    ],
+)
+def test_bad_policy_options_are_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(remat.PolicyError, match="expected"):
+        remat.policies.MinCut(**options)
+
+
+@pytest.mark.parametrize("option", [{"lowering": "stagd"}, {"nested_checkpoints": "keep"}])
+def test_bad_options_are_errors(option: dict[str, str]) -> None:
+    with pytest.raises(remat.PolicyError, match="expected"):
+        remat.checkpoint(loss, **option)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [
+        (1024, 1024),
+        ("6GiB", 6 * 2**30),
+        ("500 MB", 500_000_000),
+        ("1.5kib", 1536),
+        ("12", 12),
+        (0.5, 0.5),
+        (None, None),
+    ],
+)
+def test_budgets(budget: Any, size: Any) -> None:
+    assert parse_budget(budget) == size
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "6 GigaBytes", "", "GiB", "-1GiB", True, [1]])
+def test_bad_budgets_are_errors(budget: Any) -> None:
+    with pytest.raises(remat.BudgetError, match="expected"):
+        remat.checkpoint(loss, budget=budget)
+
+
+def test_budget_that_is_not_met_is_an_error_with_the_peak_found() -> None:
+    with pytest.raises(remat.BudgetError, match="Smallest peak found"):
+        remat.plan(loss, W, X, budget=1)
+    assert remat.plan(loss, W, X, budget="1MiB").peak_bytes <= 2**20
+    with pytest.raises(remat.BudgetError, match="cannot be held"):
+        remat.checkpoint(loss, remat_policy="dots_saveable", budget=0.5)
+
+
+def test_functions_without_anything_to_differentiate() -> None:
+    with pytest.raises(remat.TraceError, match="results is differentiable"):
+        remat.plan(lambda w: jnp.argmax(w), W)
+    with pytest.raises(remat.TraceError, match="inputs is differentiated"):
+        remat.plan(lambda n: n * 1.0, jnp.int32(3))
+    with pytest.raises(remat.TraceError, match="out of range"):
+        remat.plan(loss, W, X, argnums=5)
+    with pytest.raises(remat.TraceError, match="expects a function"):
+        remat.checkpoint(3)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def test_while_loop_that_is_differentiated_keeps_jaxs_error() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda v: v.sum() < 10, lambda v: v * 2, x).sum()
+
+    with pytest.raises(ValueError, match="while_loop"):
+        jax.grad(remat.checkpoint(f))(X)
+
+
+def test_plan_can_be_used_saved_and_loaded(tmp_path: Path) -> None:
+    plan = remat.plan(loss, W, X, remat_policy="full")
+    path = tmp_path / "plan.json"
+    plan.to_json(path)
+    json.loads(path.read_text())
+    loaded = remat.Plan.from_json(path)
+    assert loaded == plan and hash(loaded) == hash(plan)
+    for policy in (plan, loaded, path, str(path)):
+        g = remat.checkpoint(loss, remat_policy=policy)
+        np.testing.assert_allclose(jax.grad(g)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
+
+
+def test_plan_of_another_function_is_an_error_naming_the_difference() -> None:
+    plan = remat.plan(loss, W, X)
+    other = remat.checkpoint(lambda w, x: jnp.sum(jnp.sin(x @ w)), remat_policy=plan)
+    with pytest.raises(remat.PlanError, match=r"operator \d+ was tanh .*and is now|was tanh"):
+        jax.grad(other)(W, X)
+    wider = remat.checkpoint(loss, remat_policy=plan)
+    with pytest.raises(remat.PlanError, match=r"value \d+ was f32\[4,8\] and is now f32\[5,8\]"):
+        jax.grad(wider)(W, jnp.ones((5, 8)))
+
+
+def test_missing_plan_file() -> None:
+    with pytest.raises(remat.PlanError, match="cannot read a plan"):
+        remat.checkpoint(loss, remat_policy="nowhere/plan.json")
+
+
+def test_plan_for_the_arguments_that_are_differentiated() -> None:
+    one = remat.plan(loss, W, X)
+    both = remat.plan(loss, W, X, argnums=(0, 1))
+    assert (len(one.graph.gradients), len(both.graph.gradients)) == (1, 2)
+
+
+def test_plans_work_on_shapes_and_equal_those_on_arrays() -> None:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)]
+    assert remat.plan(loss, *shapes).digest() == remat.plan(loss, W, X).digest()
+
+
+def test_policy_lowering_names_exactly_the_kept_values() -> None:
+    plan = remat.plan(loss, W, X, lowering="policy")
+    annotated = plan.annotate(loss)
+    text = str(jax.make_jaxpr(annotated)(W, X))
+    for name in plan.policy_names():
+        assert f"name={name}" in text
+    assert text.count("name=remat.") == len(plan.policy_names())
+    np.testing.assert_allclose(jax.grad(annotated)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
+    by_hand = jax.checkpoint(annotated, policy=plan.policy)
+    np.testing.assert_allclose(jax.grad(by_hand)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
+
+
+def test_staged_plan_has_no_policy_and_says_why() -> None:
+    plan = remat.plan(lambda x: jnp.sum(jnp.cos(jnp.cos(x)) * x), X, remat_policy="save_all")
+    with pytest.raises(remat.PlanError, match="lowering='policy'"):
+        _ = plan.policy
+
+
+def test_equinox_modules() -> None:
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 8, 16, depth=2, key=jax.random.key(0))
+
+    def total(wrap: Callable[..., Any]) -> Any:
+        def objective(model: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(jax.vmap(wrap(lambda v, m: m(v)), (0, None))(x, model) ** 2)
+
+        return eqx.filter_grad(objective)(model, X)
+
+    want, got = total(lambda f: f), total(remat.checkpoint)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
