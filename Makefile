@@ -5,20 +5,26 @@
 #   GPU=no              on a machine with an NVIDIA GPU: neither install CUDA nor use the GPU
 #   STEPS=200           training steps of the demo
 #   ARGS=...            further arguments of the demo or of pytest
-#   JAX=0.10.0          a certain jax version
+#   JAX=0.10.0          a certain jax version, "newest" (the default) or "nightly"
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 GPU ?= $(if $(wildcard /dev/nvidia0 /proc/driver/nvidia/version),yes,no)
 STEPS ?= 200
 ARGS ?=
-JAX ?=
+JAX ?= newest
 # pytest-xdist's workers; two fit a laptop's memory, each compiles with several threads.
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
-STAMP := $(VENV)/.installed-gpu-$(GPU)-jax-$(or $(JAX),newest)
+STAMP := $(VENV)/.installed-gpu-$(GPU)-jax-$(JAX)
+
+JAX_PIN_newest :=
+JAX_PIN_nightly := jax jaxlib
+JAX_INDEX := $(if $(filter nightly,$(JAX)),--pre --extra-index-url \
+  https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/)
+JAX_PIN := $(if $(filter newest nightly,$(JAX)),$(JAX_PIN_$(JAX)),"jax==$(JAX)" "jaxlib==$(JAX)")
 
 ifneq ($(GPU),yes)
 export JAX_PLATFORMS ?= cpu
@@ -53,7 +59,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -m venv "$(VENV)" || { \
 	  echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PIP) --upgrade pip "setuptools>=77"
-	$(PIP) --no-build-isolation -e ".[test]" $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	$(PIP) --no-build-isolation -e ".[test]" $(JAX_INDEX) $(JAX_PIN)
 	@version=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))'); \
 	$(GPU_SETUP_$(GPU))
 	@touch $@
@@ -61,14 +67,14 @@ $(STAMP): pyproject.toml Makefile
 # The GPU plugin's version must be that of jax, whatever is newest.
 define GPU_SETUP_no
 echo "installing XLA's GPU compiler for jax $$version (it needs no GPU)"; \
-	$(PIP) --no-build-isolation -e ".[deviceless]" \
+	$(PIP) --no-build-isolation -e ".[deviceless]" $(JAX_INDEX) \
 	  "jax==$$version" "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || \
 	echo "There is no GPU compiler for jax $$version on this machine (only on Linux x86-64 and aarch64):" \
 	  "going on without; what compiles for GPUs that are not there is left out."
 endef
 define GPU_SETUP_yes
 echo "installing CUDA for jax $$version (large; GPU=no does without)"; \
-	$(PIP) --no-build-isolation -e ".[gpu]" "jax[cuda13]==$$version" || \
+	$(PIP) --no-build-isolation -e ".[gpu]" $(JAX_INDEX) "jax[cuda13]==$$version" || \
 	echo "There is no CUDA build of jax $$version for this machine: going on with the CPU."
 endef
 

@@ -158,9 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=200, help="training steps of each run")
     parser.add_argument("--layers", type=int, default=gpt.GPT_SMALL_DEMO.layers, help="blocks")
-    parser.add_argument(
-        "--no-gpu-report", action="store_true", help=f"do not compile for {GPU}"
-    )
+    parser.add_argument("--no-gpu-report", action="store_true", help=f"do not compile for {GPU}")
     return parser
 
 

@@ -19,7 +19,7 @@ from remat.lower import StagedFunction
 from remat.plan import Plan
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
 from remat.segments import annotate_program, differentiable_flags
-from remat.trace import lift_tracers, trace_primal
+from remat.trace import check_differentiable, lift_tracers, trace_primal
 
 __all__ = ["UNSET", "checkpoint", "chosen_policy", "plan"]
 
@@ -98,7 +98,8 @@ class _Traced:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         inputs = (*self.lifted, *leaves)
-        outs = self._by_policy(inputs) if self.by_policy else self.function(*inputs)
+        function = self.function
+        outs = function.combined(inputs, self._by_policy) if self.by_policy else function(*inputs)
         return jax.tree.unflatten(self.tree, outs)
 
     def _by_policy(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -391,6 +392,7 @@ def plan(
         flag and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
         for flag, v in zip((*lifted, *chosen), program.inputs, strict=True)
     )
+    check_differentiable(traced.function.whole, flags)
     return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
 
 

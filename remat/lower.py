@@ -22,7 +22,15 @@ from remat.encode import pack_bits, unpack_bits
 from remat.errors import DifferentiationError
 from remat.graph import Graph
 from remat.plan import LoopPlan, Plan, Step
-from remat.trace import Joint, Literal, Program, evaluate, program_of, trace_joint
+from remat.trace import (
+    Joint,
+    Literal,
+    Program,
+    evaluate,
+    program_of,
+    split_undifferentiated,
+    trace_joint,
+)
 
 __all__ = ["Planner", "Staged", "StagedFunction"]
 
@@ -212,7 +220,8 @@ class StagedFunction:
         num_invariant: int = 0,
         name_values: bool = False,
     ) -> None:
-        self.primal = primal
+        self.whole = primal
+        self.primal, self.aside = split_undifferentiated(primal)
         self.planner = planner
         self.barriers = barriers
         self.inline_checkpoints = inline_checkpoints
@@ -221,10 +230,22 @@ class StagedFunction:
         self.name_values = name_values
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
-        self._plain_jit = jax.jit(partial(evaluate, primal))
+        self._plain_jit = jax.jit(partial(evaluate, self.primal))
         self._call = self._make()
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        return self.combined(inputs, self._differentiated)
+
+    def combined(
+        self, inputs: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> list[Any]:
+        """Returns all results: those of `run`, which executes `primal`, and those that were split off."""
+        main = iter(run(inputs) if self.primal.outputs else ())
+        side = iter(evaluate(self.aside, inputs) if self.aside.outputs else ())
+        aside = set(self.aside.outputs)
+        return [next(side if atom in aside else main) for atom in self.whole.outputs]
+
+    def _differentiated(self, inputs: Sequence[Any]) -> list[Any]:
         try:
             return self._call(*inputs)
         except TypeError as error:

@@ -25,8 +25,8 @@ __all__ = [
     "table",
 ]
 
-WIDTH = 100
-"""Columns a line of a report may take; a single long word may exceed it."""
+WIDTH = 98
+"""Columns a line may take, indentation of loops apart; a single long word may exceed it."""
 
 _MIN_LOOP_ROWS = 4
 _WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat\d?)\(([^()]*)\)")
@@ -58,7 +58,9 @@ def human_seconds(seconds: float | None) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+    if seconds == 0:
+        return "0 s"
+    return f"{seconds * 1e9:.3g} ns" if seconds >= 1e-9 else "under 1 ns"
 
 
 def _scaled(count: int, base: int, units: Sequence[str]) -> str:
@@ -276,7 +278,7 @@ def _again(plan: Plan, top: int) -> list[str]:
         f"{human_flops(_repeated(plan.recomputed))}, costliest first:"
     ]
     rows = [_again_row(group) for group in groups[:top]]
-    lines += [_clipped(line) for line in table(rows, "><<<<")]
+    lines += table(_fitted(rows), "><<<<")
     rest = [entry for group in groups[top:] for entry in group]
     if rest:
         runs = sum(entry.times for entry in rest)
@@ -297,21 +299,21 @@ def _repeated(entries: Iterable[Recomputed]) -> int:
 
 def _distinct_loops(loops: Iterable[LoopPlan]) -> list[tuple[tuple[str, ...], LoopPlan]]:
     """Loops planned alike together, under all their paths."""
-    groups = _groups(loops, lambda loop: (loop.length, "\n".join(_body(loop.plan, _MIN_LOOP_ROWS))))
+    groups = _groups(loops, lambda loop: (loop.length, loop.plan.digest()))
     return [(tuple(loop.path for loop in group), group[0]) for group in groups]
 
 
 def _loop(paths: Sequence[str], entry: LoopPlan, top: int) -> list[str]:
     plan = entry.plan
     once, total = human_bytes(plan.saved_bytes), human_bytes(entry.length * plan.saved_bytes)
-    alike = " (planned alike)" if len(paths) > 1 else ""
+    name = f"Loop {paths[0]}" if len(paths) == 1 else f"Loops {', '.join(paths)} (alike), each"
     lines = _wrapped(
-        f"Loop {', '.join(paths)}{alike}: {entry.length} iterations, {once} kept by each, {total} in all. "
-        f"Of one iteration, status {plan.status}:",
+        f"{name}: {_count(entry.length, 'iteration')} that keep {once}, {total} in all. "
+        f"Status {plan.status}. One iteration of {paths[0]}:",
         0,
     )
     body = _body(plan, max(_MIN_LOOP_ROWS, top // 2)) + _bullets("Notes:", plan.notes)
-    return lines + [f"    {line}" if line else "" for line in body]
+    return lines + [f"  {line}" if line else "" for line in body]
 
 
 def _bullets(title: str, items: Sequence[str]) -> list[str]:
@@ -336,8 +338,13 @@ def _wrapped(text: str, indent: int, first: str | None = None) -> list[str]:
     )
 
 
-def _clipped(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+def _fitted(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose last cell keeps the end of its text if the line would be too long."""
+    columns = list(zip(*rows, strict=True))[:-1]
+    room = max(24, WIDTH - sum(max(map(len, column)) + 2 for column in columns) - 2)
+    return [
+        (*rest, last if len(last) <= room else "..." + last[-(room - 3) :]) for *rest, last in rows
+    ]
 
 
 def _count(number: int, noun: str) -> str:

@@ -25,9 +25,11 @@ __all__ = [
     "Joint",
     "Literal",
     "Program",
+    "check_differentiable",
     "evaluate",
     "lift_tracers",
     "program_of",
+    "split_undifferentiated",
     "trace_joint",
     "trace_primal",
 ]
@@ -35,7 +37,7 @@ __all__ = [
 _PRIMAL_TAG = "remat:primal:"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Literal:
     """An operand that is a constant written into the program."""
 
@@ -283,6 +285,42 @@ def lift_tracers(program: Program) -> tuple[Program, tuple[Any, ...]]:
     return lifted, tuple(traced.values())
 
 
+def split_undifferentiated(program: Program) -> tuple[Program, Program]:
+    """Splits off the results that no differentiable input can influence.
+
+    They need no plan, and a `jax.custom_vjp` would hide from other transforms what they depend on: Flax's
+    `nn.scan`, for one, requires that freshly initialised parameters do not depend on the loop.
+
+    Returns:
+        The program with the other results only, and the program of the results split off. Both take all
+        inputs.
+    """
+    independent = {v for v in program.inputs if not _is_inexact(program.avals[v])}
+    independent.update(program.constants)
+    for equation in program.equations:
+        known = all(v in independent for v in equation.reads)
+        if known and not equation.source.effects:
+            independent.update(equation.outputs)
+    through = independent | set(program.inputs)
+    aside = tuple(a for a in program.outputs if isinstance(a, Literal) or a in through)
+    rest = tuple(a for a in program.outputs if a not in set(aside))
+    nothing = replace(program, equations=(), outputs=())
+    if not aside:
+        return program, nothing
+    if not rest:
+        return nothing, program
+    return (
+        replace(program, equations=_live_equations(program.equations, rest), outputs=rest),
+        replace(
+            program,
+            equations=tuple(
+                e for e in _live_equations(program.equations, aside) if not e.source.effects
+            ),
+            outputs=aside,
+        ),
+    )
+
+
 def _is_inexact(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -345,7 +383,7 @@ def trace_joint(
     """
     differentiated = tuple(i for i, flag in enumerate(perturbed) if flag)
     with_cotangent = tuple(i for i, a in enumerate(primal.output_avals) if _is_inexact(a))
-    _check_differentiable(primal, differentiated, with_cotangent)
+    check_differentiable(primal, perturbed)
 
     def joint(inputs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         inputs = list(inputs)
@@ -377,22 +415,21 @@ def trace_joint(
     )
 
 
-def _check_differentiable(
-    primal: Program, differentiated: Sequence[int], with_cotangent: Sequence[int]
-) -> None:
-    if not with_cotangent:
-        dtypes = [str(getattr(aval, "dtype", aval)) for aval in primal.output_avals]
-        raise TraceError(
-            f"none of the function's results is differentiable: they have dtypes {dtypes}; "
-            "expected at least one floating point or complex result. Return the loss as a float, "
-            "or do not wrap this function: it needs no rematerialization."
-        )
-    if not differentiated:
+def check_differentiable(primal: Program, perturbed: Sequence[bool]) -> None:
+    """Raises TraceError unless some input is differentiated and some result is inexact."""
+    if not any(perturbed):
         dtypes = [str(primal.avals[i].dtype) for i in primal.inputs]
         raise TraceError(
             f"none of the function's inputs is differentiated: they have dtypes {dtypes}; expected "
             "at least one floating point or complex input. Pass parameters as arrays (not as static "
             "arguments)."
+        )
+    if not any(map(_is_inexact, primal.output_avals)):
+        dtypes = [str(getattr(aval, "dtype", aval)) for aval in primal.output_avals]
+        raise TraceError(
+            f"none of the function's results is differentiable: they have dtypes {dtypes}; "
+            "expected at least one floating point or complex result. Return the loss as a float, "
+            "or do not wrap this function: it needs no rematerialization."
         )
 
 

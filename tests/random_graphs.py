@@ -1,8 +1,7 @@
 """Joint graphs as plain data, without jax: a builder, a seeded generator and hypothesis strategies.
 
 `GraphBuilder` numbers values and operators and finds the phases. `random_graph` takes any
-`random.Random`, so that the same code serves seeded tests and hypothesis (`graphs`), which shrinks the
-numbers it draws. `relabelled` renumbers a graph without changing what it means.
+`random.Random`; `graphs` is the hypothesis strategy over its seeds. `relabelled` renumbers a graph without changing what it means.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from remat.graph import Graph, Op, Value
@@ -22,9 +22,11 @@ __all__ = [
     "Relabelling",
     "chain",
     "graphs",
+    "laws",
     "permuted",
     "random_graph",
     "relabelled",
+    "rngs",
     "seeded_graph",
 ]
 
@@ -280,7 +282,18 @@ def seeded_graph(seed: int, **limits: Any) -> Graph:
 
 def graphs(**limits: Any) -> st.SearchStrategy[Graph]:
     """Returns the strategy of well-formed joint graphs; the limits are those of `random_graph`."""
-    return st.randoms(use_true_random=False).map(lambda rng: random_graph(rng, **limits))
+    return st.integers(0, 2**32 - 1).map(lambda seed: seeded_graph(seed, **limits))
+
+
+def rngs() -> st.SearchStrategy[random.Random]:
+    """Returns the strategy of seeded random number generators."""
+    return st.integers(0, 2**32 - 1).map(random.Random)
+
+
+def laws(max_examples: int = 40) -> settings:
+    """Settings of a law: the same examples every time; a seed does not shrink to anything simpler."""
+    phases = (Phase.explicit, Phase.generate)
+    return settings(deadline=None, max_examples=max_examples, derandomize=True, phases=phases)
 
 
 class Relabelling:

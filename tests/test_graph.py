@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from random_graphs import GraphBuilder, chain, graphs, relabelled, seeded_graph
+from hypothesis import given
+from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs, seeded_graph
 
 from remat.graph import Graph, Value
 
-laws = settings(deadline=None, max_examples=50, derandomize=True)
 
 
 def change_op(graph: Graph, index: int, **fields: object) -> Graph:
@@ -28,15 +26,15 @@ def change_value(graph: Graph, index: int, **fields: object) -> Graph:
     return replace(graph, values=tuple(values))
 
 
-@given(graph=graphs(), rng=st.randoms(use_true_random=False))
-@laws
+@given(graph=graphs(), rng=rngs())
+@laws()
 def test_generated_and_relabelled_graphs_are_well_formed(graph: Graph, rng: random.Random) -> None:
     graph.check()
     relabelled(graph, rng).graph.check()
 
 
 @given(graph=graphs())
-@laws
+@laws()
 def test_json_round_trip_is_the_identity(graph: Graph) -> None:
     again = Graph.from_json(graph.to_json())
     assert again == graph
@@ -45,7 +43,7 @@ def test_json_round_trip_is_the_identity(graph: Graph) -> None:
 
 
 @given(graph=graphs())
-@laws
+@laws()
 def test_users_are_the_operators_that_read_a_value(graph: Graph) -> None:
     for value in graph.values:
         expected = tuple(op.id for op in graph.ops if value.id in op.inputs)
@@ -53,7 +51,7 @@ def test_users_are_the_operators_that_read_a_value(graph: Graph) -> None:
 
 
 @given(graph=graphs())
-@laws
+@laws()
 def test_forward_values_are_those_no_cotangent_reaches(graph: Graph) -> None:
     import networkx as nx
 
@@ -68,7 +66,7 @@ def test_forward_values_are_those_no_cotangent_reaches(graph: Graph) -> None:
 
 
 @given(graph=graphs())
-@laws
+@laws()
 def test_backward_reads_are_forward_values_read_by_the_backward_pass(graph: Graph) -> None:
     reads = {v for op in graph.backward_ops() for v in op.inputs} | set(graph.gradients)
     expected = {v for v in reads if graph.forward_values[v]} - set(graph.constants)
@@ -76,7 +74,7 @@ def test_backward_reads_are_forward_values_read_by_the_backward_pass(graph: Grap
 
 
 @given(graph=graphs())
-@laws
+@laws()
 def test_networkx_graph_holds_every_edge_and_role(graph: Graph) -> None:
     network = graph.to_networkx()
     assert network.number_of_nodes() == len(graph.values) + len(graph.ops)

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_table import POLICY_TABLE, PolicyRow, cuts, rows
-from random_graphs import GraphBuilder, chain, graphs, relabelled, seeded_graph
+from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs, seeded_graph
 
 import remat
 from remat.errors import PolicyError
@@ -25,7 +25,6 @@ from remat.policies import POLICIES, Full, MinCut, Names, Policy, SaveAll, get_p
 from remat.policies.base import describe_options, required_saves
 from remat.simulate import simulate
 
-laws = settings(deadline=None, max_examples=60, derandomize=True)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ def test_policies_are_frozen_hashable_and_equal_by_content(row: PolicyRow) -> No
 @pytest.mark.parametrize("barriers", [True, False], ids=["barriers", "no-barriers"])
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_the_schedule_replays_and_ends_with_every_gradient(
     row: PolicyRow, barriers: bool, graph: Graph
 ) -> None:
@@ -74,7 +73,7 @@ def test_the_schedule_replays_and_ends_with_every_gradient(
 
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_nothing_runs_again_that_must_not(row: PolicyRow, graph: Graph) -> None:
     plan = make_plan(graph, row.factory())
     runs = Counter(plan.schedule.computed())
@@ -89,7 +88,7 @@ def test_nothing_runs_again_that_must_not(row: PolicyRow, graph: Graph) -> None:
 
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_the_backward_pass_follows_from_what_is_saved(row: PolicyRow, graph: Graph) -> None:
     saved = row.factory().decide(graph).saved
     there = {*saved, *graph.inputs, *graph.constants, *graph.cotangents}
@@ -105,7 +104,7 @@ def test_the_backward_pass_follows_from_what_is_saved(row: PolicyRow, graph: Gra
 
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_plans_are_values(row: PolicyRow, graph: Graph) -> None:
     plan = make_plan(graph, row.factory())
     same = make_plan(Graph.from_json(graph.to_json()), row.factory())
@@ -116,8 +115,8 @@ def test_plans_are_values(row: PolicyRow, graph: Graph) -> None:
 
 
 @rows(lambda row: row.label_free)
-@given(graph=graphs(), rng=st.randoms(use_true_random=False))
-@laws
+@given(graph=graphs(), rng=rngs())
+@laws()
 def test_relabelling_a_graph_changes_no_decision(
     row: PolicyRow, graph: Graph, rng: random.Random
 ) -> None:
@@ -130,7 +129,7 @@ def test_relabelling_a_graph_changes_no_decision(
 
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_what_is_counted_as_recomputed_is_what_the_schedule_repeats(
     row: PolicyRow, graph: Graph
 ) -> None:
@@ -143,7 +142,7 @@ def test_what_is_counted_as_recomputed_is_what_the_schedule_repeats(
 
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_recompute_seconds_count_every_repetition(row: PolicyRow, graph: Graph) -> None:
     from remat.cost import op_seconds
     from remat.devices import get_device
@@ -156,7 +155,7 @@ def test_recompute_seconds_count_every_repetition(row: PolicyRow, graph: Graph) 
 
 @rows()
 @given(graph=graphs())
-@laws
+@laws()
 def test_saved_entries_add_up_to_saved_bytes(row: PolicyRow, graph: Graph) -> None:
     plan = make_plan(graph, row.factory())
     counted = [e for e in plan.saved if e.value not in {*graph.inputs, *graph.outputs}]
@@ -172,7 +171,7 @@ def test_saved_entries_add_up_to_saved_bytes(row: PolicyRow, graph: Graph) -> No
 
 @cuts()
 @given(graph=graphs())
-@laws
+@laws()
 def test_an_optimal_plan_carries_a_certificate_without_gap(row: PolicyRow, graph: Graph) -> None:
     plan = make_plan(graph, row.factory())
     assert plan.status == "optimal"
@@ -182,7 +181,7 @@ def test_an_optimal_plan_carries_a_certificate_without_gap(row: PolicyRow, graph
 
 
 @given(graph=graphs())
-@laws
+@laws()
 def test_save_all_keeps_at_most_the_baseline(graph: Graph) -> None:
     plan = make_plan(graph, SaveAll())
     assert plan.saved_bytes <= plan.baseline_saved_bytes
@@ -190,7 +189,7 @@ def test_save_all_keeps_at_most_the_baseline(graph: Graph) -> None:
 
 
 @given(graph=graphs(fusible_only=True))
-@laws
+@laws()
 def test_full_keeps_only_arguments_of_a_pointwise_function(graph: Graph) -> None:
     plan = make_plan(graph, Full())
     assert all(entry.is_input for entry in plan.saved)
@@ -352,7 +351,7 @@ def assert_same_gradients(program: Program, row: PolicyRow) -> None:
 
 @rows(lambda row: row.id != "names-first")
 @given(program=programs())
-@settings(deadline=None, max_examples=4, derandomize=True)
+@laws(3)
 def test_gradients_equal_those_of_plain_jax(row: PolicyRow, program: Program) -> None:
     assert_same_gradients(program, row)
 

@@ -1,0 +1,255 @@
+"""Pictures of plans: memory over time, and memory against traffic. Needs matplotlib (`remat[plot]`).
+
+The object-oriented interface of matplotlib only, so that nothing global changes; PNG or SVG by the suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat.errors import RematError
+from remat.plan import Plan, Schedule
+from remat.policies import POLICIES
+from remat.report import human_bytes
+from remat.schedule import build_schedule, no_remat_saved
+from remat.simulate import Timeline, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+
+    from remat.compare import Row
+
+__all__ = ["PlotError", "check_path", "timeline", "tradeoff"]
+
+SUFFIXES = (".png", ".svg")
+
+_OURS, _THEIRS, _NEUTRAL, _INK = "#1b6ca8", "#c4661f", "#8a8a8a", "#333333"
+_MIB, _GIB = 2**20, 2**30
+
+
+class PlotError(RematError, ValueError):
+    """A picture that cannot be drawn: matplotlib is missing, a wrong suffix, or nothing to show."""
+
+
+def check_path(path: str | Path) -> None:
+    """Checks, before any work is done, that a picture can be written to `path`.
+
+    Raises:
+        PlotError: matplotlib is missing, or the suffix is neither `.png` nor `.svg`.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise PlotError(
+            f"cannot draw {str(path)!r}: suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}"
+        )
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise PlotError("pictures need matplotlib: pip install remat[plot]") from error
+
+
+def timeline(plan: Plan, path: str | Path) -> None:
+    """Draws the simulated live bytes of a plan, step by step, over those of no rematerialization.
+
+    Args:
+        plan: any plan.
+        path: of the picture, `.png` or `.svg`.
+
+    Raises:
+        PlotError: see `check_path`.
+    """
+    check_path(path)
+    graph = plan.graph
+    baseline = build_schedule(graph, no_remat_saved(graph), barriers=False)
+    before = _curve(baseline, simulate(graph, baseline).timeline)
+    after = _curve(plan.schedule, plan.timeline())
+    top = max(*before[1], *after[1], 1e-9)
+    close = abs(max(before[1]) - max(after[1])) < 0.08 * top  # labels above one another
+    figure, axes = _figure(9.0, 4.6)
+    _draw_curve(axes, before, _NEUTRAL, "no remat", lift=(0.11 if close else 0.04) * top)
+    _draw_curve(axes, after, _OURS, plan.policy_name, lift=0.04 * top)
+    _mark_turn(axes)
+    axes.set_ylim(0, 1.28 * top)
+    axes.set_xlim(min(before[0] + after[0]), max(before[0] + after[0]))
+    axes.set_xlabel("steps of the schedule, counted from the end of the forward pass")
+    axes.set_ylabel("live temporaries [MiB], simulated")
+    kept, without = human_bytes(plan.saved_bytes), human_bytes(plan.baseline_saved_bytes)
+    loops = "; a loop is one step" if plan.loops else ""
+    title = f"One training step: {plan.policy_name} keeps {kept}, no remat {without}{loops}"
+    axes.set_title(title, loc="left", fontsize=11)
+    _write(figure, path)
+
+
+def _curve(schedule: Schedule, line: Timeline) -> tuple[list[int], list[float]]:
+    """Live MiB after every step that is no `free`, by the distance from the turn."""
+    found = [
+        (index, live / _MIB)
+        for index, (step, live) in enumerate(zip(schedule.steps, line.live_bytes, strict=True))
+        if step.action not in ("free", "drop")
+    ]
+    turn = next(i for i, (index, _) in enumerate(found) if index == line.turn)
+    return [i - turn for i in range(len(found))], [live for _, live in found]
+
+
+def _draw_curve(
+    axes: Axes, curve: tuple[list[int], list[float]], color: str, label: str, lift: float
+) -> None:
+    steps, live = curve
+    axes.fill_between(steps, live, step="post", color=color, alpha=0.15, linewidth=0)
+    axes.step(steps, live, where="post", color=color, linewidth=1.4)
+    peak = max(live)
+    at = steps[live.index(peak)]
+    axes.plot([at], [peak], "o", color=color, markersize=4)
+    axes.annotate(
+        f"{label}: peak {human_bytes(round(peak * _MIB))}",
+        (at, peak),
+        xytext=(at, peak + lift),
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
+        ha="center",
+        color=color,
+        fontsize=9,
+        fontweight="bold",
+    )
+
+
+def _mark_turn(axes: Axes) -> None:
+    axes.axvline(0, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    place: dict[str, Any] = {"color": _INK, "fontsize": 9, "transform": axes.get_xaxis_transform()}
+    axes.text(0, 0.97, "forward  ", ha="right", va="top", **place)
+    axes.text(0, 0.97, "  backward", ha="left", va="top", **place)
+
+
+def tradeoff(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
+    """Draws every policy's compiled memory against its traffic: towards the lower left is better.
+
+    Args:
+        rows: of `remat.compare.compare`; those without compiler numbers are left out, and counted.
+        path: of the picture, `.png` or `.svg`.
+        title: what was compiled.
+
+    Raises:
+        PlotError: no row has compiler numbers; or see `check_path`.
+    """
+    check_path(path)
+    points: dict[tuple[float, float], list[str]] = {}
+    for row in rows:
+        if row.temp_bytes is not None and row.hbm_traffic_bytes is not None:
+            place = (row.temp_bytes / _MIB, row.hbm_traffic_bytes / _GIB)
+            points.setdefault(place, []).append(row.policy)
+    if not points:
+        raise PlotError("no row has memory and traffic from the compiler: there is nothing to draw")
+    figure, axes = _figure(7.6, 5.2)
+    for (x, y), names in points.items():
+        axes.plot([x], [y], "o", color=_color(names), markersize=7, markeredgecolor="white")
+    axes.margins(0.16, 0.14)
+    axes.set_xlabel("temporary memory [MiB], compiled")
+    axes.set_ylabel("device memory traffic per step [GiB]")
+    missing = sum(row.temp_bytes is None for row in rows)
+    note = f" ({missing} failed or not compiled)" if missing else ""
+    axes.set_title(f"{title or 'Policies compared'}{note}", loc="left", fontsize=11)
+    _legend(axes, [name for names in points.values() for name in names])
+    _place_labels(figure, axes, points)
+    _write(figure, path)
+
+
+def _kind(policy: str) -> tuple[str, str]:
+    if policy == "none":
+        return "no rematerialization", _NEUTRAL
+    ours = policy.partition("(")[0].removeprefix("plan by ")
+    return ("remat", _OURS) if ours in POLICIES else ("jax.checkpoint", _THEIRS)
+
+
+def _color(policies: Sequence[str]) -> str:
+    colors = {_kind(policy)[1] for policy in policies}
+    return colors.pop() if len(colors) == 1 else _INK
+
+
+def _legend(axes: Axes, names: Sequence[str]) -> None:
+    for label, color in sorted(set(map(_kind, names)), key=lambda kind: kind[0] != "remat"):
+        axes.plot([], [], "o", color=color, label=label)
+    axes.legend(
+        frameon=False,
+        fontsize=9,
+        ncols=3,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.06),
+        handletextpad=0.2,
+    )
+
+
+def _place_labels(figure: Figure, axes: Axes, points: dict[tuple[float, float], list[str]]) -> None:
+    """Puts every label on the side of its point where it covers least of the others. Greedy."""
+    from matplotlib.transforms import Bbox
+
+    figure.canvas.draw()  # fixes the scales, so that sizes can be measured
+    at = {place: axes.transData.transform(place) for place in points}
+    taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
+    for place in sorted(points, key=lambda place: (-place[1], place[0])):
+        text = axes.annotate(
+            ", ".join(points[place]),
+            place,
+            xytext=(0, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=_color(points[place]),
+        )
+        costs = []
+        for order, side in enumerate(_SIDES):
+            _move(text, side)
+            costs.append((_cost(text.get_window_extent(), taken, axes.bbox), order))
+        _move(text, _SIDES[min(costs)[1]])
+        taken.append(text.get_window_extent())
+
+
+_VERTICAL = {1: "bottom", 0: "center", -1: "top"}
+# Offset in points, horizontal and vertical alignment; the first free one is taken.
+_SIDES = tuple(
+    (reach * dx, reach * dy, {1: "left", 0: "center", -1: "right"}[dx], _VERTICAL[dy])
+    for reach in (8, 18, 30)
+    for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+)
+
+
+def _move(text: Annotation, side: tuple[int, int, str, str]) -> None:
+    dx, dy, horizontal, vertical = side
+    text.xyann = (dx, dy)
+    text.set(ha=horizontal, va=vertical)
+
+
+def _cost(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
+    """Area of a label that lies over something else or outside of the axes."""
+    from matplotlib.transforms import Bbox
+
+    covered = sum(_area(Bbox.intersection(box, other)) for other in taken)
+    return round(covered + _area(box) - _area(Bbox.intersection(box, frame)), 3)
+
+
+def _area(box: Bbox | None) -> float:
+    return 0.0 if box is None else float(box.width * box.height)
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _write(figure: Figure, path: str | Path) -> None:
+    suffix = Path(path).suffix.lower()
+    plain = (
+        {"Date": None} if suffix == ".svg" else {"Software": None}
+    )  # equal pictures, equal bytes
+    figure.savefig(path, format=suffix[1:], dpi=150, metadata=plain)

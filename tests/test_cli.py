@@ -1,0 +1,374 @@
+"""The command line and the comparison behind it: output, exit codes, errors in one paragraph."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat
+import remat.compare as compare_module
+from models import cases
+from remat import cli
+from remat.cli import main
+from remat.compare import DEFAULT_POLICIES, Row, compare, compare_table, iter_compare
+from remat.plan import Plan
+
+TINY = "models.cases:residual_mlp_small"
+ROOT = Path(__file__).parent.parent
+_HAS_PLUGIN = any(
+    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")
+    for name in ("xla_cuda13", "xla_cuda12")
+)
+
+USER_CODE = """
+import jax, jax.numpy as jnp
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+number = 3
+
+def case():
+    return loss, (shape, shape)
+
+def only_a_function():
+    return loss
+
+def three():
+    return loss, shape, shape
+
+def raises():
+    raise RuntimeError("no data set")
+
+def needs_an_argument(size):
+    return loss, (shape, shape)
+
+def not_differentiable():
+    return (lambda x: x + 1), (jax.ShapeDtypeStruct((8,), jnp.int32),)
+
+def broken_function():
+    return (lambda x: jnp.ones(3) + jnp.ones(4) + x), (shape,)
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a module of the user's, as the current folder."""
+    (tmp_path / "mynet.py").write_text(USER_CODE)
+    (tmp_path / "needs.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in ("mynet", "needs"):
+        sys.modules.pop(name, None)
+
+
+def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Runs a command that must fail with exit code 2, and returns its one paragraph."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.endswith(" s")]
+    assert out == ""
+    assert len(lines) == 1 and lines[0].startswith("remat: error: "), err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def test_plan_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "models.cases:gpt_tiny", "--top", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "remat plan by policy min_cut" in out
+    assert "Kept for the backward pass" in out
+    assert "Traceback" not in err
+
+
+def test_plan_json_is_one_document_that_reads_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "plan.json"
+    assert main(["plan", TINY, "--json", "--save", str(saved)]) == 0
+    out, _ = capsys.readouterr()
+    function, args = cases.residual_mlp_small()
+    expected = remat.plan(function, *args)
+    assert Plan.from_json(out) == expected
+    assert Plan.from_json(saved) == expected
+
+
+def test_plan_options_and_argnums(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
+    argv = ["plan", "mynet:case", "--option", "memory_weight=0", "--option", "heavy=roofline"]
+    assert main([*argv, "--argnums", "0,1", "--json"]) == 0
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert plan.options == "memory_weight=0, heavy='roofline'"
+    assert len(plan.graph.gradients) == 2
+
+
+def test_plan_budget_is_a_fraction_or_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TINY, "--budget", "1.0"]) == 0
+    assert main(["plan", TINY, "--budget", "6GiB"]) == 0
+    capsys.readouterr()
+    assert "does not meet the budget of 1 bytes" in failed(capsys, "plan", TINY, "--budget", "1")
+    assert "is not a fraction" in failed(capsys, "plan", TINY, "--budget", "1.5")
+    assert "is not a size" in failed(capsys, "plan", TINY, "--budget", "6 apples")
+
+
+def test_plan_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    assert main(["plan", TINY, "--plot", str(tmp_path / "memory.svg")]) == 0
+    assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+    assert ".pdf" in failed(capsys, "plan", TINY, "--plot", "memory.pdf")
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mynet", ["not module:factory"]),
+        ("mynet:", ["not module:factory"]),
+        ("minet:case", ["no module 'minet'", "did you mean 'mynet'"]),
+        ("models.casess:gpt_tiny", ["no module 'models.casess'", "did you mean 'models.cases'"]),
+        ("needs:case", ["importing 'needs' failed", "a_module_that_is_not_there"]),
+        ("mynet:caes", ["did you mean 'case'", "'only_a_function'"]),
+        ("mynet:number", ["of type int; expected a function"]),
+        (
+            "mynet:only_a_function",
+            ["returned something of type function; expected (function, args)"],
+        ),
+        ("mynet:three", ["a tuple of ['function', 'ShapeDtypeStruct', 'ShapeDtypeStruct']"]),
+        ("mynet:raises", ["raised RuntimeError: no data set"]),
+        ("mynet:not_differentiable", ["none of the function's results is differentiable"]),
+        ("mynet:broken_function", ["TypeError: add got incompatible shapes", "--debug"]),
+    ],
+)
+def test_bad_targets(
+    target: str, words: list[str], capsys: pytest.CaptureFixture[str], user_folder: Path
+) -> None:
+    message = failed(capsys, "plan", target)
+    for word in words:
+        assert word in message
+    assert "needs_an_argument" not in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--policy", "min_cat"], ["unknown remat_policy='min_cat'", "did you mean 'min_cut'"]),
+        (["--policy", "dots_saveable"], ["makes no plan"]),
+        (["--option", "memory_wait=0"], ["did you mean 'memory_weight'", "'heavy'"]),
+        (["--option", "memory_weight"], ["expected NAME=VALUE"]),
+        (["--option", "memory_weight=lots"], ["memory_weight"]),
+        (["--option", "heavy=never"], ["expected one of ['ban', 'batched', 'roofline']"]),
+        (["--policy", "dots_saveable", "--option", "a=1"], ["needs one of remat's own policies"]),
+        (["--argnums", "7"], ["argnums=7 is out of range"]),
+    ],
+)
+def test_bad_policies(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = failed(capsys, "plan", TINY, *argv)
+    for word in words:
+        assert word in message
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(remat.PolicyError):
+        main(["plan", TINY, "--policy", "min_cat", "--debug"])
+
+
+@pytest.mark.parametrize("argv", [[], ["plan"], ["plan", TINY, "--top", "0"], ["paint", TINY]])
+def test_usage_errors_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: remat" in capsys.readouterr().err
+
+
+def test_compare_json(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", TINY, "--policies", "none,min_cut,dots_saveable", "--device", "cpu"]
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["format"] == "remat.compare" and document["device"] == "cpu"
+    assert document["interrupted"] is False
+    rows = [Row(**row) for row in document["rows"]]
+    assert [row.policy for row in rows] == ["none", "min_cut", "dots_saveable"]
+    assert all(row.error is None and row.temp_bytes and row.hbm_traffic_bytes for row in rows)
+
+
+def test_compare_prints_a_table_and_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    picture = tmp_path / "tradeoff.png"
+    assert main(["compare", TINY, "--policies", "none,full", "--plot", str(picture)]) == 0
+    out, _ = capsys.readouterr()
+    assert TINY in out and "temp" in out and "matmuls" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_finds_typos_before_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    message = failed(capsys, "compare", TINY, "--policies", "none,dots_savable")
+    assert "did you mean 'dots_saveable'" in message
+    assert "did you mean 'h200'" in failed(capsys, "compare", TINY, "--device", "h20")
+
+
+def test_interrupted_comparison_prints_what_it_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(*args: Any, **kwargs: Any) -> Iterator[Row]:
+        yield Row("none", temp_bytes=12345678)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_module, "iter_compare", rows)
+    assert main(["compare", TINY]) == 130
+    out, err = capsys.readouterr()
+    assert "none" in out and "11.8 MiB" in out
+    assert "interrupted after 1 of 6 policies" in err
+    assert main(["compare", TINY, "--json"]) == 130
+    document = json.loads(capsys.readouterr().out)
+    assert document["interrupted"] is True and len(document["rows"]) == 1
+
+
+def test_interrupted_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remat, "plan", interrupted)
+    assert main(["plan", TINY]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_all_failed_exits_with_one(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
+    assert main(["compare", "mynet:not_differentiable", "--policies", "min_cut,full"]) == 1
+    out, _ = capsys.readouterr()
+    assert out.count("failed: TraceError: none of the function's results") == 2
+
+
+def test_progress_appears_only_when_something_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_SHOW_AFTER_SECONDS", 3600.0)
+    with cli._Progress() as progress:
+        progress("none: compiling")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_of_a_long_stage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_SHOW_AFTER_SECONDS", 0.01)
+    with cli._Progress() as progress:
+        progress("none: compiling")
+        while not progress.shown:
+            pass
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "remat: none: compiling ..." in err
+    assert "remat: none: compiling: 0." in err
+
+
+def test_subprocess(tmp_path: Path) -> None:
+    (tmp_path / "mynet.py").write_text(USER_CODE)
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    env["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "remat", "plan", "mynet:case", "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert Plan.from_json(done.stdout).policy_name == "min_cut"
+    assert "warning" not in done.stderr.lower() and "error" not in done.stderr.lower()
+
+
+def mlp(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return jnp.sum(x**2)
+
+
+SHAPE = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+ARGS = ([SHAPE] * 2, SHAPE)
+
+
+def test_compare_has_a_row_per_policy_in_order() -> None:
+    said: list[str] = []
+    rows = compare(mlp, ARGS, progress=said.append)
+    assert tuple(row.policy for row in rows) == DEFAULT_POLICIES
+    assert all(row.error is None for row in rows)
+    assert all(row.temp_bytes is not None and row.compile_seconds is not None for row in rows)
+    found = {row.policy: row for row in rows}
+    assert found["none"].recomputed_flops == 0 and found["full"].saved_bytes == 0
+    assert found["none"].saved_bytes == 2 * 16 * 16 * 4 * 2  # tanh and its slope, per layer
+    assert found["dots_saveable"].saved_bytes is None
+    assert found["full"].matmuls == 6 and found["none"].matmuls == 5
+    assert "min_cut: compiling for cpu" in said or jax.default_backend() != "cpu"
+
+
+def test_compare_agrees_with_plan_and_compiler() -> None:
+    policy = remat.policies.MinCut(memory_weight=0)
+    (row,) = compare(mlp, ARGS, policies=[policy], argnums=(0, 1), device="cpu")
+    plan = remat.plan(mlp, *ARGS, remat_policy=policy, argnums=(0, 1))
+    step = jax.value_and_grad(remat.checkpoint(mlp, remat_policy=policy), (0, 1))
+    report = remat.compile_report(step, *ARGS, device="cpu")
+    assert row.policy == "min_cut(memory_weight=0)"
+    assert (row.saved_bytes, row.recomputed_flops) == (plan.saved_bytes, plan.recompute_flops)
+    assert (row.temp_bytes, row.hbm_traffic_bytes) == (report.temp_bytes, report.hbm_traffic_bytes)
+    assert row.matmuls == report.matmuls_executed
+    assert row.roofline_seconds is None
+
+
+def test_compare_without_the_compiler() -> None:
+    rows = compare(mlp, ARGS, policies=["min_cut", "dots_saveable"], compile=False)
+    assert rows[0].saved_bytes is not None and rows[0].temp_bytes is None
+    assert rows[1] == Row("dots_saveable")
+
+
+def test_failures_are_rows() -> None:
+    rows = compare(mlp, ARGS, policies=["no_such_policy", "save_only_these_names"], compile=False)
+    assert rows[0].error is not None and rows[0].error.startswith("PolicyError: unknown")
+    assert rows[1].error is not None and "call it" in rows[1].error
+    (row,) = compare(mlp, ARGS, policies=["none"], device="h20")
+    assert row.error is not None and row.error.startswith("CompileError: Unknown device")
+    assert row.saved_bytes is not None  # what was known before stays
+    text = compare_table([*rows, row])
+    assert text.count("failed") == 6
+
+
+def test_compare_is_lazy_and_does_not_swallow_interrupts() -> None:
+    def interrupted(x: jax.Array) -> jax.Array:
+        raise KeyboardInterrupt
+
+    found = iter_compare(interrupted, [SHAPE], policies=["min_cut"])
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
+
+
+def test_plans_and_jax_policies_can_be_compared() -> None:
+    made = remat.plan(mlp, *ARGS)
+    theirs = jax.checkpoint_policies.everything_saveable
+    rows = compare(mlp, ARGS, policies=[made, theirs, None], device="cpu")
+    assert [row.policy for row in rows] == ["plan by min_cut", "everything_saveable", "none"]
+    assert all(row.error is None for row in rows)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(
+    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install jax-cuda13-plugin (Linux)"
+)
+def test_compare_for_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", TINY, "--device", "h200", "--policies", "none,min_cut", "--json"]
+    assert main(argv) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["device"] == "h200"
+    assert all(row["roofline_seconds"] > 0 and row["error"] is None for row in document["rows"])

@@ -1,0 +1,199 @@
+"""Documentation that is true: its code runs, its links lead somewhere, and nothing public is missing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import remat
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SKIP = re.compile(r"<!-- no-test: (.+?) -->\n\Z")
+# Snippets that may stay unexecuted: those that need what not every machine has.
+MAX_SKIPPED = 1
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str, str | None]]:
+    """The code blocks of a page: line, code, and the reason why it is not run, if any."""
+    text = page.read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        if match[1] == language:
+            skip = SKIP.search(text[: match.start()])
+            line = text.count("\n", 0, match.start()) + 2
+            found.append((line, match[2], skip[1] if skip else None))
+    return found
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors GitHub makes of a page's headings."""
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.strip().replace(" ", "-") for title in kept}
+
+
+def identifier(page: Path) -> str:
+    """A page as the id of a test."""
+    return page.relative_to(ROOT).as_posix()
+
+
+WITH_CODE = [page for page in PAGES if any(skip is None for *_, skip in blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=identifier)
+def test_code_runs(page: Path, tmp_path: Path) -> None:
+    """The blocks of one page are one program, in a process of its own."""
+    program = ""
+    for line, code, skip in blocks(page, "python"):
+        if skip is None:  # keep the page's line numbers in tracebacks
+            program += "\n" * (line - 1 - program.count("\n")) + code
+    script = tmp_path / page.with_suffix(".py").name
+    script.write_text(program)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
+
+
+def test_few_blocks_are_skipped() -> None:
+    skipped = [
+        (page.name, line) for page in PAGES for line, _, skip in blocks(page, "python") if skip
+    ]
+    assert len(skipped) <= MAX_SKIPPED, skipped
+
+
+@pytest.mark.gpu_compile
+def test_skipped_code_runs_where_it_can(tmp_path: Path) -> None:
+    pytest.importorskip("jax_cuda13_plugin")
+    page = ROOT / "docs" / "cpu-and-gpu.md"
+    script = tmp_path / "snippets.py"
+    script.write_text("\n".join(code for _, code, _ in blocks(page, "python")))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True)
+
+
+def remat_commands() -> list[str]:
+    """The `$ remat ...` lines of the console blocks."""
+    lines = [
+        line.removeprefix("$ ").split("  #")[0].strip()
+        for page in PAGES
+        for _, code, _ in blocks(page, "console")
+        for line in code.splitlines()
+    ]
+    return [line for line in dict.fromkeys(lines) if line.startswith("remat ")]
+
+
+@pytest.mark.parametrize("command", remat_commands())
+def test_commands_run(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Console lines that begin with `remat`, run in the checkout."""
+    from remat.cli import main
+
+    if "--device" in command:
+        pytest.importorskip("jax_cuda13_plugin", reason="the GPU compiler is not installed")
+    monkeypatch.chdir(ROOT)
+    assert main(command.split()[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_there_are_commands() -> None:
+    assert {command.split()[1] for command in remat_commands()} == {"plan", "compare"}
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_options_are_those_of_the_command_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from remat.cli import main
+
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    offered = set(re.findall(r"--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    page = (ROOT / "docs" / "api.md").read_text()
+    rows = [
+        line for line in page.splitlines() if line.startswith((f"| `remat {command}`", "| both"))
+    ]
+    assert set(re.findall(r"--[a-z]+", " ".join(rows))) == offered
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = {m for page in PAGES for m in re.findall(r"[`$] ?make (\w+)", page.read_text())}
+    assert {"demo", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in headings(target), f"{page.name} links to {link}"
+
+
+def test_files_named_in_the_documentation_exist() -> None:
+    pattern = re.compile(r"`((?:remat|policies|models|tests|docs|examples)/[\w./*]+)`")
+    for page in PAGES:
+        for name in pattern.findall(page.read_text()):
+            assert list(ROOT.glob(name.rstrip("/"))), f"{page.name} names {name}"
+
+
+def test_every_policy_has_a_section() -> None:
+    page = ROOT / "docs" / "policies.md"
+    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    by_name = {section.splitlines()[0]: section for section in sections[1:]}
+    for name in remat.policies.POLICIES:
+        assert name in by_name, f"docs/policies.md lacks a section for {name!r}"
+        for part in ("Reference", "Objective", "Guarantee", "Complexity", "Departures"):
+            assert f"*{part}*" in by_name[name], f"{name}: {part} is missing"
+
+
+def public_names() -> list[str]:
+    """What `remat/__init__.py` exports: its explicit re-exports, `import x as x`."""
+    tree = ast.parse((ROOT / "remat" / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [alias.asname for node in imports for alias in node.names if alias.asname]
+    return [f"remat.{name}" for name in names] + [
+        f"remat.policies.{name}" for name in remat.policies.__all__
+    ]
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_names_are_documented(name: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert re.search(rf"{re.escape(name)}\b", page), f"docs/api.md lacks {name}"
+    value: object = remat
+    for part in name.split(".")[1:]:
+        value = getattr(value, part)
+    if inspect.ismodule(value) or callable(value):
+        doc = inspect.getdoc(value)
+        assert doc and not doc.startswith(f"{name.rsplit('.')[-1]}("), f"{name} has no docstring"
+
+
+def test_plan_fields_are_documented() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for cls in (remat.Plan, remat.CompileReport):
+        public = {n for n in vars(cls) if not n.startswith("_")} & set(cls.__dict__)
+        known = {"to_dict", "from_dict", "saved_values", "with_loops", "policy_names", "device"}
+        known |= {"solve_seconds", "host_traffic_bytes", "kernel_count", "kernels", "top_kernels"}
+        missing = {n for n in public - known if not re.search(rf"\b{n}\b", page)}
+        assert not missing, f"docs/api.md lacks {cls.__name__}.{missing}"

@@ -1,0 +1,113 @@
+"""Pictures are written, are valid, say what they should, and leave matplotlib as it was."""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import remat
+from models import cases
+from remat.compare import Row
+from remat.plan import Plan
+from remat.plot import PlotError, check_path, timeline, tradeoff
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install remat[plot])")
+
+MIB, GIB = 2**20, 2**30
+ROWS = (
+    Row("none", temp_bytes=4599 * MIB, hbm_traffic_bytes=41 * GIB),
+    Row("dots_saveable", temp_bytes=1548 * MIB, hbm_traffic_bytes=28 * GIB),
+    Row("full", temp_bytes=291 * MIB, hbm_traffic_bytes=26 * GIB),
+    Row("nothing_saveable", temp_bytes=291 * MIB, hbm_traffic_bytes=26 * GIB),
+    Row("min_cut(heavy='batched')", temp_bytes=955 * MIB, hbm_traffic_bytes=27 * GIB),
+    Row("broken", error="PolicyError: no"),
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    function, args = cases.gpt_tiny()
+    return remat.plan(function, *args)
+
+
+def text_of_svg(path: Path) -> str:
+    """What is written in a picture; matplotlib puts every text into a comment beside its glyphs."""
+    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
+    root = ElementTree.parse(path, parser).getroot()
+    assert root.tag.endswith("svg")
+    return "\n".join(node.text or "" for node in root.iter() if node.tag is ElementTree.Comment)
+
+
+def assert_png(path: Path) -> None:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert b"IEND" in content[-12:]
+    assert len(content) > 5000
+
+
+def test_timeline_png(plan: Plan, tmp_path: Path) -> None:
+    timeline(plan, tmp_path / "memory.png")
+    assert_png(tmp_path / "memory.png")
+
+
+def test_timeline_svg_says_what_it_shows(plan: Plan, tmp_path: Path) -> None:
+    timeline(plan, str(tmp_path / "memory.svg"))
+    text = text_of_svg(tmp_path / "memory.svg")
+    for word in ("forward", "backward", "no remat: peak", "min_cut: peak", "MiB", "steps"):
+        assert word in text
+
+
+def test_timeline_of_a_plan_with_loops(tmp_path: Path) -> None:
+    function, args = cases.gpt_blocks_scan_small()
+    timeline(remat.plan(function, *args), tmp_path / "loop.svg")
+    assert "a loop is one step" in text_of_svg(tmp_path / "loop.svg")
+
+
+def test_timeline_of_the_baseline_itself(tmp_path: Path) -> None:
+    function, args = cases.residual_mlp_small()
+    timeline(remat.plan(function, *args, remat_policy="save_all"), tmp_path / "all.png")
+    assert_png(tmp_path / "all.png")
+
+
+def test_tradeoff_png(tmp_path: Path) -> None:
+    tradeoff(ROWS, tmp_path / "tradeoff.png")
+    assert_png(tmp_path / "tradeoff.png")
+
+
+def test_tradeoff_labels_every_policy_once(tmp_path: Path) -> None:
+    tradeoff(ROWS, tmp_path / "tradeoff.svg", title="a model")
+    lines = [line.strip() for line in text_of_svg(tmp_path / "tradeoff.svg").splitlines()]
+    for label in ("none", "dots_saveable", "full, nothing_saveable", "min_cut(heavy='batched')"):
+        assert lines.count(label) == 1
+    assert "a model (1 failed or not compiled)" in lines
+    assert {"remat", "jax.checkpoint", "no rematerialization"} <= set(lines)
+
+
+def test_tradeoff_without_numbers(tmp_path: Path) -> None:
+    with pytest.raises(PlotError, match="nothing to draw"):
+        tradeoff([Row("none", error="CompileError: no")], tmp_path / "empty.png")
+
+
+@pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.png.gz"])
+def test_other_suffixes_are_errors(name: str, plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(PlotError, match=r"expected one of \.png, \.svg"):
+        timeline(plan, tmp_path / name)
+
+
+def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlotError, match=r"pip install remat\[plot\]"):
+        check_path("picture.png")
+
+
+def test_equal_plans_give_equal_pictures_and_pyplot_is_not_touched(
+    plan: Plan, tmp_path: Path
+) -> None:
+    before = "matplotlib.pyplot" in sys.modules
+    timeline(plan, tmp_path / "one.png")
+    timeline(plan, tmp_path / "two.png")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert ("matplotlib.pyplot" in sys.modules) == before
