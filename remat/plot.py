@@ -170,7 +170,9 @@ def _color(policies: Sequence[str]) -> str:
 
 
 def _legend(axes: Axes, names: Sequence[str]) -> None:
-    for label, color in sorted(set(map(_kind, names)), key=lambda kind: kind[0] != "remat"):
+    for label, color in sorted(
+        dict.fromkeys(map(_kind, names)), key=lambda kind: kind[0] != "remat"
+    ):
         axes.plot([], [], "o", color=color, label=label)
     axes.legend(
         frameon=False,

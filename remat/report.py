@@ -228,7 +228,7 @@ def _kept(plan: Plan, top: int) -> list[str]:
     )
     lines = [title + (", largest first:" if kept else ".")]
     rows = [_kept_row(plan, group) for group in groups[:top]]
-    for line, group in zip(table(rows, "><<<<<") if rows else [], groups[:top], strict=True):
+    for line, group in zip(table(rows, "><<<<") if rows else [], groups[:top], strict=True):
         lines += [line, *_kept_why(plan, group)]
     rest = [entry for group in groups[top:] for entry in group]
     if rest:
@@ -243,13 +243,12 @@ def _kept(plan: Plan, top: int) -> list[str]:
 def _kept_row(plan: Plan, group: Sequence[Saved]) -> tuple[str, ...]:
     entry, count = group[0], len(group)
     if _is_loop_result(plan, entry):
-        return human_bytes(_stored(group)), "", f"{_count(count, 'array')}", "", entry.op, ""
-    raw = sum(e.raw_bytes for e in group)
-    form = "" if entry.form == "raw" else f"as {entry.form} (raw {human_bytes(raw)})"
+        return human_bytes(_stored(group)), "", _count(count, "array"), entry.op, ""
+    label = entry.label if entry.form == "raw" else f"{entry.label} as {entry.form}"
     tags = " ".join(f"'{tag}'" for tag in entry.tags)
     times = f"x{count}" if count > 1 else ""
     made = f"{entry.op} {tags}".strip()
-    return human_bytes(_stored(group)), times, entry.label, form, made, short_source(entry.source)
+    return human_bytes(_stored(group)), times, label, made, short_source(entry.source)
 
 
 def _kept_why(plan: Plan, group: Sequence[Saved]) -> list[str]:
@@ -258,6 +257,8 @@ def _kept_why(plan: Plan, group: Sequence[Saved]) -> list[str]:
         path = plan.graph.ops[plan.graph.values[entry.value].producer or 0].loop or "the loop"
         return [f"{'':14}kept by the body of {path}, stacked over its iterations; see its report"]
     why = entry.why + (" (each)" if len(group) > 1 and "flops" in entry.why else "")
+    if entry.form != "raw":
+        why += f"; raw it would take {human_bytes(sum(e.raw_bytes for e in group))}"
     scope = _common_scope([e.scope for e in group])
     return _wrapped(f"{scope}: {why}" if scope else why, 14)
 
@@ -341,7 +342,7 @@ def _wrapped(text: str, indent: int, first: str | None = None) -> list[str]:
 def _fitted(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows whose last cell keeps the end of its text if the line would be too long."""
     columns = list(zip(*rows, strict=True))[:-1]
-    room = max(24, WIDTH - sum(max(map(len, column)) + 2 for column in columns) - 2)
+    room = max(16, WIDTH - sum(max(map(len, column)) + 2 for column in columns) - 2)
     return [
         (*rest, last if len(last) <= room else "..." + last[-(room - 3) :]) for *rest, last in rows
     ]

@@ -36,7 +36,7 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if factory is None:
         found = _factories(module)
         raise TargetError(
-            f"module {module_name!r} has no {name!r}{nearest(name, found)}; its functions without "
+            f"module {module_name!r} has no {name!r}{nearest(name, found) or '.'} Its functions without "
             f"arguments are {found}"
         )
     if not callable(factory):
@@ -55,7 +55,7 @@ def _imported(name: str) -> ModuleType:
         missing = error.name or ""
         if name == missing or name.startswith(missing + "."):
             raise TargetError(
-                f"there is no module {name!r}{nearest(name, _siblings(name))}; looked in "
+                f"there is no module {name!r}{nearest(name, _siblings(name)) or '.'} Looked in "
                 f"{os.getcwd()} and where Python looks"
             ) from error
         raise TargetError(f"importing {name!r} failed: {error}") from error

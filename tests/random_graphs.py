@@ -1,7 +1,8 @@
 """Joint graphs as plain data, without jax: a builder, a seeded generator and hypothesis strategies.
 
 `GraphBuilder` numbers values and operators and finds the phases. `random_graph` takes any
-`random.Random`; `graphs` is the hypothesis strategy over its seeds. `relabelled` renumbers a graph without changing what it means.
+`random.Random`; `graphs` is the hypothesis strategy over its seeds. `relabelled` renumbers a
+graph without changing what it means.
 """
 
 from __future__ import annotations
@@ -248,9 +249,7 @@ def _random_arity(rng: random.Random, name: str) -> int:
     return 1 if rng.random() < 0.8 else rng.randint(2, 3)
 
 
-def _random_result(
-    rng: random.Random, name: str
-) -> tuple[tuple[int, ...], str, tuple[str, ...]]:
+def _random_result(rng: random.Random, name: str) -> tuple[tuple[int, ...], str, tuple[str, ...]]:
     shape = rng.choice(((), (8,))) if name in ("sum", "argmax") else rng.choice(_SHAPES)
     dtype = rng.choice(("float32", "float32", "bfloat16", "bool"))
     if dtype == "bool" and rng.random() < 0.4:

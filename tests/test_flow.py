@@ -74,7 +74,9 @@ def side_of(cut: Cut) -> frozenset[int]:
 @pytest.mark.parametrize("capacity", [_SMALL, _LARGE, _ODD], ids=["small", "large", "odd"])
 @given(data=st.data())
 @exact
-def test_flow_equals_that_of_networkx(capacity: st.SearchStrategy[int], data: st.DataObject) -> None:
+def test_flow_equals_that_of_networkx(
+    capacity: st.SearchStrategy[int], data: st.DataObject
+) -> None:
     net = data.draw(networks(capacity))
     if is_unbounded(net):
         with pytest.raises(ValueError, match="infinite"):

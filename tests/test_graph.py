@@ -13,7 +13,6 @@ from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs, s
 from remat.graph import Graph, Value
 
 
-
 def change_op(graph: Graph, index: int, **fields: object) -> Graph:
     ops = list(graph.ops)
     ops[index] = replace(ops[index], **fields)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from policy_table import PolicyRow, cuts
-from random_graphs import GraphBuilder, graphs, laws, relabelled, rngs
+from random_graphs import GraphBuilder, graphs, laws
 
 import remat
 from remat.devices import get_device
@@ -106,14 +105,13 @@ def computed_values(graph: Graph) -> list[int]:
 
 
 @cuts()
-@given(graph=graphs(max_forward=6, max_backward=5))
+@given(graph=graphs(max_forward=5, max_backward=4))
 @laws(60)
 def test_no_set_of_values_is_cheaper(row: PolicyRow, graph: Graph) -> None:
     policy = row.factory()
     assert isinstance(policy, MinCut)
-    values = computed_values(graph)[:14]
-    if len(values) > 10:
-        return
+    values = computed_values(graph)
+    assume(len(values) <= 10)
     decision = policy.decide(graph)
     assert decision.certificate is not None
     computed = frozenset(v for v in decision.saved if v not in graph.inputs)
@@ -148,18 +146,6 @@ def test_what_is_saved_is_needed(row: PolicyRow, graph: Graph) -> None:
     saved = row.factory().decide(graph).saved
     reached, _ = reached_from_backward(graph, saved)
     assert saved == reached
-
-
-@cuts()
-@given(graph=graphs(), rng=rngs())
-@laws(60)
-def test_numbers_and_order_change_nothing(
-    row: PolicyRow, graph: Graph, rng: random.Random
-) -> None:
-    moved = relabelled(graph, rng)
-    decision, other = row.factory().decide(graph), row.factory().decide(moved.graph)
-    assert {moved.values[v] for v in decision.saved} == other.saved
-    assert decision.certificate == other.certificate
 
 
 # --- bans ----------------------------------------------------------------------------------------
@@ -202,25 +188,23 @@ def test_a_fusible_operator_runs_again(policy: MinCut) -> None:
     assert policy.decide(graph).saved == {x}
 
 
-@pytest.mark.parametrize("elements, kept", [(256, True), (257, False), (1024, False), (1, True)])
-def test_a_reduction_is_kept_if_its_result_is_four_times_smaller(elements: int, kept: bool) -> None:
-    graph, x, made = small_behind_large("sum", (elements,))
-    # The argument is made dearer than the sum, so that only the ban decides below a quarter.
-    assert (made in MinCut().decide(graph).saved) == kept or elements > 256
-    if not kept:
-        assert MinCut(reduction_ratio=1024).decide(graph).saved in ({x}, {made})
-
-
-def test_a_small_reduction_is_banned_even_where_its_argument_is_kept_anyway() -> None:
+@pytest.mark.parametrize(
+    "elements, ratio, kept",
+    [(1, 4, True), (256, 4, True), (257, 4, False), (256, 5, False), (1024, 1, True)],
+)
+def test_a_reduction_whose_result_is_four_times_smaller_is_kept(
+    elements: int, ratio: int, kept: bool
+) -> None:
+    # The argument is read by the backward pass anyway, so that nothing but the ban keeps the sum.
     builder = GraphBuilder()
     x = builder.input((1024,))
-    total = builder.op("sum", [x], ())
+    total = builder.op("sum", [x], (elements,))
     y = builder.op("mul", [x, total], (1024,))
     ct = builder.cotangent((1024,))
-    gradient = builder.op("mul", [ct, total], (1024,))
-    other = builder.op("mul", [ct, x], (1024,))
-    graph = builder.build([y], [gradient, other])
-    assert MinCut().decide(graph).saved == {x, total}
+    gradients = [builder.op("mul", [ct, v], (1024,)) for v in (x, total)]
+    graph = builder.build([y], gradients)
+    saved = MinCut(reduction_ratio=ratio).decide(graph).saved
+    assert saved == ({x, total} if kept else {x})
 
 
 def test_cheap_randomness_is_drawn_again_on_request() -> None:

@@ -28,7 +28,8 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    "shape, nbytes", [((), 1), ((0,), 0), ((1,), 1), ((8,), 1), ((9,), 2), ((3, 5), 2), ((64, 8), 64)]
+    "shape, nbytes",
+    [((), 1), ((0,), 0), ((1,), 1), ((8,), 1), ((9,), 2), ((3, 5), 2), ((64, 8), 64)],
 )
 def test_booleans_are_kept_as_one_bit_per_element(shape: tuple[int, ...], nbytes: int) -> None:
     value = Value(0, shape, "bool", 1, None)
@@ -215,5 +216,3 @@ def test_a_plan_that_keeps_everything_is_its_own_baseline() -> None:
     assert plan.saved_bytes == plan.baseline_saved_bytes == 4 * 256
     assert plan.peak_bytes == plan.baseline_peak_bytes
     assert plan.recomputed == () and plan.recompute_seconds == 0.0
-
-

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_table import POLICY_TABLE, PolicyRow, cuts, rows
-from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs, seeded_graph
+from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs
 
 import remat
 from remat.errors import PolicyError
@@ -24,8 +24,6 @@ from remat.planning import make_plan
 from remat.policies import POLICIES, Full, MinCut, Names, Policy, SaveAll, get_policy
 from remat.policies.base import describe_options, required_saves
 from remat.simulate import simulate
-
-
 
 # --- the table -----------------------------------------------------------------------------------
 
@@ -196,13 +194,6 @@ def test_full_keeps_only_arguments_of_a_pointwise_function(graph: Graph) -> None
     assert plan.saved_bytes == 0
 
 
-def test_min_cut_with_bits_keeps_at_most_what_no_remat_keeps() -> None:
-    for seed in range(300):
-        graph = seeded_graph(seed, fusible_only=True)
-        plan = make_plan(graph, MinCut())
-        assert plan.saved_bytes <= plan.baseline_saved_bytes, seed
-
-
 # --- names ---------------------------------------------------------------------------------------
 
 
@@ -351,7 +342,7 @@ def assert_same_gradients(program: Program, row: PolicyRow) -> None:
 
 @rows(lambda row: row.id != "names-first")
 @given(program=programs())
-@laws(3)
+@laws(2)
 def test_gradients_equal_those_of_plain_jax(row: PolicyRow, program: Program) -> None:
     assert_same_gradients(program, row)
 
@@ -367,9 +358,7 @@ def test_gradients_of_a_program_with_every_term_equal_those_of_plain_jax(row: Po
 @rows()
 def test_a_plan_read_from_json_gives_the_same_gradients(row: PolicyRow) -> None:
     function = function_of((("dropout", 0, 1), ("relu", 0, 0), ("scan", 0, 1), ("matmul", 0, 0)))
-    plan = remat.plan(
-        function, *example_arguments(), remat_policy=_with_names(row), argnums=(0, 1)
-    )
+    plan = remat.plan(function, *example_arguments(), remat_policy=_with_names(row), argnums=(0, 1))
     again = Plan.from_json(plan.to_json())
     assert again == plan
     expected = gradients(function)

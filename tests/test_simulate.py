@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -170,8 +170,6 @@ def test_a_side_effect_runs_once_even_if_it_claims_to_be_recomputable() -> None:
         replay(replace(EFFECTFUL, ops=ops), with_step(EFFECTFUL_GOOD, 3, compute(0)))
 
 
-
-
 @given(graph=graphs())
 @laws()
 def test_every_compute_of_a_built_schedule_is_needed(graph: Graph) -> None:
@@ -181,7 +179,9 @@ def test_every_compute_of_a_built_schedule_is_needed(graph: Graph) -> None:
         if step.action != "compute":
             continue
         op = graph.ops[step.target]
-        read = {v for s in schedule.steps if s.action == "compute" for v in graph.ops[s.target].inputs}
+        read = {
+            v for s in schedule.steps if s.action == "compute" for v in graph.ops[s.target].inputs
+        }
         if not op.outputs or not (read | wanted).intersection(op.outputs):
             continue
         if wanted.intersection(op.outputs) and op.phase == "forward":

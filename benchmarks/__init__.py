@@ -1,0 +1,1 @@
+"""Benchmarks: what the compiler says (`compiled`), planning time (`planning`), step time (`gpu`)."""
