@@ -167,7 +167,6 @@ class _Capacity:
         self.graph = graph
         self.policy = policy
         self.memory_weight = round(policy.memory_weight * _SCALE)
-        self.alive_anyway = {*graph.inputs, *graph.outputs}
         self.device = get_device(policy.device)
 
     def save(self, value: int) -> int:
@@ -176,14 +175,14 @@ class _Capacity:
             return INFINITE
         size = stored_bytes(self.graph.values[value])
         passes = 1 if self._materialized(value) else 2
-        memory = 0 if value in self.alive_anyway else self.memory_weight
+        memory = 0 if value in self.graph.alive_anyway else self.memory_weight
         # An empty or zero-byte value still has to be on one side; one unit breaks no tie between others.
         return size * (passes * _SCALE + memory) + 1
 
     def _materialized(self, value: int) -> bool:
         """Whether the forward pass writes the value to memory anyway (Algorithm 2)."""
         graph = self.graph
-        if value in self.alive_anyway:
+        if value in graph.alive_anyway or value in graph.carried:
             return True
         producer = graph.values[value].producer
         if producer is None or not graph.ops[producer].fusible:

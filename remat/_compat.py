@@ -7,6 +7,7 @@ equations, where an equation came from, and what the current trace is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from jax._src import source_info_util as _source_info
 from jax.extend import core as _extend_core
 
 __all__ = [
-    "AVAL_TYPES",
     "ScanParts",
+    "at_site",
     "call_body",
     "checkpoint_name_of",
     "cotangent_of",
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 JaxprEqn = Any
-AVAL_TYPES = (_core.AbstractValue,)
 
 # Names under which jax has shipped the same call-like primitives.
 _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call"})
@@ -198,17 +198,32 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
-def evaluate_equation(eqn: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+def at_site(eqn: JaxprEqn, site: JaxprEqn | None = None) -> AbstractContextManager[Any]:
+    """Returns a context in which operations count as coming from where `eqn` does.
+
+    Args:
+        eqn: the equation whose place to take.
+        site: the call that `eqn` was inlined from; it gives the outer name scope, and the source line if
+            `eqn` itself lies inside jax.
+    """
+    name_stack = _source_info.current_name_stack()
+    if site is not None:
+        name_stack = name_stack + site.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    if site is not None and not source_of(eqn):
+        traceback = site.source_info.traceback
+    return _source_info.user_context(traceback, name_stack=name_stack + eqn.source_info.name_stack)
+
+
+def evaluate_equation(
+    eqn: JaxprEqn, inputs: Sequence[Any], site: JaxprEqn | None = None
+) -> Sequence[Any]:
     """Executes one equation on `inputs` in the current trace, keeping its name scope and context."""
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     extra: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # before jax 0.10.1: (functions, params)
         extra, bind_params = bind_params
-    name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
-    with (
-        _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
+    with at_site(eqn, site), eqn.ctx.manager:
         out = eqn.primitive.bind(*extra, *inputs, **bind_params)
     return out if eqn.primitive.multiple_results else (out,)
 

@@ -120,6 +120,8 @@ class Graph:
         gradients: value ids of the gradients (a gradient that is a literal is left out).
         constants: value ids of arrays known while tracing; free to use in both phases.
         invariant: the inputs that are the same in every iteration, if the graph is a loop body.
+        carried: the inputs that one iteration hands to the next; unlike other inputs they are alive for
+            one iteration only, so keeping one costs memory.
         multiplicity: how often the graph runs in one call: a loop body runs once per iteration and
             its saved values are stored once per iteration.
     """
@@ -132,6 +134,7 @@ class Graph:
     gradients: tuple[int, ...] = ()
     constants: tuple[int, ...] = ()
     invariant: tuple[int, ...] = ()
+    carried: tuple[int, ...] = ()
     multiplicity: int = 1
 
     @cached_property
@@ -167,6 +170,11 @@ class Graph:
         }
         reads.update(value for value in self.gradients if self.forward_values[value])
         return frozenset(reads.difference(self.constants))
+
+    @cached_property
+    def alive_anyway(self) -> frozenset[int]:
+        """Values whose memory is the caller's: keeping one for the backward pass costs nothing more."""
+        return frozenset((*self.inputs, *self.outputs)).difference(self.carried)
 
     def forward_ops(self) -> Iterator[Op]:
         """Iterates over the forward-computable operators in execution order."""
@@ -268,7 +276,7 @@ class Graph:
         return cls.from_dict(json.loads(text))
 
 
-_ROOTS = ("inputs", "cotangents", "outputs", "gradients", "constants", "invariant")
+_ROOTS = ("inputs", "cotangents", "outputs", "gradients", "constants", "invariant", "carried")
 
 
 def _fields(record: Value | Op) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class _Machine:
     def _compute(self, step: Step) -> None:
         equation = self.joint.program.equations[step.target]
         operands = [self.read(atom) for atom in equation.inputs]
-        results = _compat.evaluate_equation(equation.source, operands)
+        results = _compat.evaluate_equation(equation.source, operands, equation.site)
         self.env.update(zip(equation.outputs, results, strict=True))
 
     def _free(self, step: Step) -> None:
@@ -218,6 +218,7 @@ class StagedFunction:
         inline_checkpoints: bool = True,
         multiplicity: int = 1,
         num_invariant: int = 0,
+        num_carried: int = 0,
         name_values: bool = False,
     ) -> None:
         self.whole = primal
@@ -227,6 +228,7 @@ class StagedFunction:
         self.inline_checkpoints = inline_checkpoints
         self.multiplicity = multiplicity
         self.num_invariant = num_invariant
+        self.num_carried = num_carried
         self.name_values = name_values
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
@@ -281,6 +283,7 @@ class StagedFunction:
                 inline_checkpoints=self.inline_checkpoints,
                 multiplicity=parts.length,
                 num_invariant=parts.num_consts,
+                num_carried=parts.num_carry,
                 name_values=self.name_values,
             )
             loops[path] = (parts.length, function)
@@ -294,6 +297,7 @@ class StagedFunction:
             name_values=self.name_values,
             multiplicity=self.multiplicity,
             num_invariant=self.num_invariant,
+            num_carried=self.num_carried,
         )
         plan = self.planner.plan(joint.graph, barriers=self.barriers)
         nested = tuple(

@@ -287,17 +287,26 @@ class Plan:
         )
 
     def with_loops(self, loops: tuple[LoopPlan, ...]) -> Plan:
-        """Returns this plan with its loops' bytes, flops and seconds added to its own totals."""
+        """Returns this plan with those of its loops, and their part in the totals.
+
+        What a loop's body keeps is a result of the loop, once per iteration, so `saved_bytes` and the
+        simulated peak count it already. The baseline does not: without rematerialization the body would
+        keep more. A body's own working memory is added to both peaks.
+        """
+        extra = sum(x.length * (x.plan.baseline_saved_bytes - x.plan.saved_bytes) for x in loops)
+        working = max((x.plan.peak_bytes for x in loops), default=0)
+        baseline_working = max((x.plan.baseline_peak_bytes for x in loops), default=0)
         return replace(
             self,
             loops=loops,
-            saved_bytes=self.saved_bytes + sum(x.length * x.plan.saved_bytes for x in loops),
+            peak_bytes=self.peak_bytes + working,
             recompute_flops=self.recompute_flops
             + sum(x.length * x.plan.recompute_flops for x in loops),
             recompute_seconds=self.recompute_seconds
             + sum(x.length * x.plan.recompute_seconds for x in loops),
-            baseline_saved_bytes=self.baseline_saved_bytes
-            + sum(x.length * x.plan.baseline_saved_bytes for x in loops),
+            baseline_saved_bytes=self.baseline_saved_bytes + extra,
+            baseline_peak_bytes=self.baseline_peak_bytes + extra + baseline_working,
+            solve_seconds=self.solve_seconds + sum(x.plan.solve_seconds for x in loops),
             opaque=self.opaque
             + tuple(f"{x.path}: {line}" for x in loops for line in x.plan.opaque),
         )

@@ -68,7 +68,7 @@ def plan_from_saved(
         recompute_flops=replay.recompute_flops,
         recompute_seconds=sum(op_seconds(graph, op, chip) for op in again),
         baseline_saved_bytes=sum(
-            graph.values[v].nbytes for v in no_remat_saved(graph) if not _alive_anyway(graph, v)
+            graph.values[v].nbytes for v in no_remat_saved(graph) if v not in graph.alive_anyway
         ),
         baseline_peak_bytes=baseline.peak_bytes,
         certificate=decision.certificate,
@@ -84,10 +84,6 @@ def _baseline(graph: Graph) -> Replay:
     return simulate(graph, schedule)
 
 
-def _alive_anyway(graph: Graph, value: int) -> bool:
-    return value in graph.inputs or value in graph.outputs
-
-
 def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[int]:
     """The kept values that the backward pass really reads."""
     reads = set(graph.gradients)
@@ -100,7 +96,7 @@ def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[i
 
 
 def _kept_bytes(graph: Graph, kept: list[int]) -> int:
-    return sum(stored_bytes(graph.values[v]) for v in kept if not _alive_anyway(graph, v))
+    return sum(stored_bytes(graph.values[v]) for v in kept if v not in graph.alive_anyway)
 
 
 def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
@@ -108,7 +104,7 @@ def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
     for index in kept:
         value = graph.values[index]
         op = graph.ops[value.producer] if value.producer is not None else None
-        is_input = index in graph.inputs
+        is_input = value.producer is None
         entries.append(
             Saved(
                 value=index,
@@ -128,9 +124,13 @@ def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
 
 
 def _why(graph: Graph, value: int) -> str:
-    if value in graph.inputs:
+    if value in graph.carried:
+        return "the loop's carry: one iteration's input"
+    if graph.values[value].producer is None:
         return "an argument: alive anyway"
     op = graph.ops[graph.values[value].producer or 0]
+    if op.loop is not None:
+        return f"kept by the plan of {op.loop}, once per iteration"
     if not op.recomputable:
         return f"{op.name} may not run again: {op.reason}" if op.reason else "may not run again"
     if op.heavy:

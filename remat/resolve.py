@@ -199,7 +199,7 @@ def _resolve_name(name: str, limit: int | float | None) -> Resolved:
         return PlanPlanner(Plan.from_json(name))
     valid = [*sorted(POLICIES), *sorted(_OFF_NAMES), *sorted(_CONFIG_NAMES), *sorted(theirs)]
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     raise PolicyError(
         f"unknown remat_policy={name!r}{hint} Valid names: {valid}; or pass a remat.policies object, a "
         "remat.Plan, the path of a saved plan (*.json), or a jax checkpoint policy"

@@ -69,8 +69,9 @@ class Replay:
 class _Machine:
     """The memory a schedule runs in."""
 
-    def __init__(self, graph: Graph, fused: bool) -> None:
+    def __init__(self, graph: Graph, fused: bool, crossing: frozenset[int] = frozenset()) -> None:
         self.graph = graph
+        self.crossing = crossing
         self.there = {*graph.inputs, *graph.constants}
         self.bits: set[int] = set()
         self.free_of_charge = {*graph.inputs, *graph.constants, *graph.outputs, *graph.gradients}
@@ -94,7 +95,10 @@ class _Machine:
     def _add(self, value: int) -> None:
         if value not in self.there:
             self.there.add(value)
-            if value not in self.free_of_charge:
+            crosses = not self.turned and value in self.crossing
+            if crosses:
+                self.saved_charge.add(value)
+            if crosses or value not in self.free_of_charge:
                 self.live_bytes += self.graph.values[value].nbytes
 
     def _compute(self, step: Step) -> None:
@@ -147,17 +151,27 @@ class _Machine:
         missing = [value for value in self.graph.outputs if value not in self.there]
         if missing:
             raise ScheduleError(f"results {missing} are not there when the forward pass ends")
-        # What crosses from forward to backward is a buffer whatever XLA fuses.
-        charged = {*self.graph.inputs, *self.graph.constants, *self.graph.outputs}
-        for value in (self.there & self.free_of_charge) - charged - set(self.graph.gradients):
-            self.saved_charge.add(value)
-            self.live_bytes += self.graph.values[value].nbytes
         self.there.update(self.graph.cotangents)
 
     def _barrier(self, step: Step) -> None:
         lost = [v for v in step.values if v not in self.there and v not in self.bits]
         if lost:
             raise ScheduleError(f"the barrier ties values {lost}, which are not there")
+
+
+def _crossing(graph: Graph, schedule: Schedule) -> frozenset[int]:
+    """What crosses from forward to backward: it is a buffer from the start, whatever XLA fuses."""
+    there: set[int] = set()
+    for step in schedule.steps:
+        if step.action == "turn":
+            break
+        if step.action == "compute" and 0 <= step.target < len(graph.ops):
+            there.update(graph.ops[step.target].outputs)
+        elif step.action == "decode":
+            there.add(step.target)
+        elif step.action == "free":
+            there.discard(step.target)
+    return frozenset(there.difference(graph.outputs, graph.gradients))
 
 
 def _virtual(graph: Graph) -> set[int]:
@@ -183,7 +197,7 @@ def simulate(graph: Graph, schedule: Schedule, *, fused: bool = True) -> Replay:
         ScheduleError: at the first step that is not possible, or if a result or gradient is missing at
             the end; the message names the step.
     """
-    machine = _Machine(graph, fused)
+    machine = _Machine(graph, fused, _crossing(graph, schedule) if fused else frozenset())
     live: list[int] = []
     turn, at_turn = -1, 0
     for index, step in enumerate(schedule.steps):

@@ -7,6 +7,7 @@ one (by `jax.vjp` under `jax.make_jaxpr`, public API alone) and returns the join
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 _PRIMAL_TAG = "remat:primal:"
+_SCOPE = "remat_"  # named scope of a planned loop, by which its two halves are found again
+_LOOP = re.compile(_SCOPE + r"(scan\d+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,11 +52,19 @@ Atom = int | Literal
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One primitive application; `source` is jax's equation, operands are value ids or literals."""
+    """One primitive application.
+
+    Attributes:
+        source: jax's equation.
+        inputs: operands, value ids or literals.
+        outputs: value ids.
+        site: jax's equation of the call this one was inlined from, None at the top level.
+    """
 
     source: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
+    site: Any = None
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -101,6 +112,7 @@ class _Flattener:
         self.constant_ids: dict[int, int] = {}
         self.equations: list[Equation] = []
         self.tags: dict[int, tuple[str, ...]] = {}
+        self.site: Any = None
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -134,13 +146,17 @@ class _Flattener:
             eqn, inline_checkpoints=self.inline_checkpoints, inline_custom=self.inline_custom
         )
         if body is not None:
-            return self.run(body, inputs)
+            outer = self.site
+            self.site = outer if outer is not None else eqn
+            results = self.run(body, inputs)
+            self.site = outer
+            return results
         tag = _compat.checkpoint_name_of(eqn)
         if tag is not None and isinstance(inputs[0], int):
             self.tags[inputs[0]] = tuple(dict.fromkeys((*self.tags.get(inputs[0], ()), tag)))
             return inputs
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
-        self.equations.append(Equation(eqn, inputs, outputs))
+        self.equations.append(Equation(eqn, inputs, outputs, self.site))
         return outputs
 
 
@@ -212,10 +228,12 @@ def evaluate(
         ]
         parts = _compat.scan_parts(equation.source) if loop is not None else None
         if loop is not None and parts is not None:
-            results = loop(f"scan{loops}", equation, parts, operands)
+            path = f"scan{loops}"
+            with _compat.at_site(equation.source, equation.site), jax.named_scope(_SCOPE + path):
+                results = loop(path, equation, parts, operands)
             loops += 1
         else:
-            results = _compat.evaluate_equation(equation.source, operands)
+            results = _compat.evaluate_equation(equation.source, operands, equation.site)
         for value, result in zip(equation.outputs, results, strict=True):
             env[value] = named(value, result)
         for value in last.get(index, ()):
@@ -366,6 +384,7 @@ def trace_joint(
     name_values: bool = False,
     multiplicity: int = 1,
     num_invariant: int = 0,
+    num_carried: int = 0,
 ) -> Joint:
     """Differentiates a program and returns the joint forward/backward program with its graph.
 
@@ -377,6 +396,7 @@ def trace_joint(
         name_values: record in `Value.primal` which joint values exist in the primal program.
         multiplicity: `Graph.multiplicity` of the result.
         num_invariant: how many leading inputs are the same in every iteration of a loop.
+        num_carried: how many inputs after these are carried from one iteration to the next.
 
     Raises:
         TraceError: nothing is differentiated, or the program cannot be differentiated in reverse mode.
@@ -407,6 +427,7 @@ def trace_joint(
         graph=replace(
             _graph_of(program, len(args), num_outputs, multiplicity, name_values),
             invariant=program.inputs[:num_invariant],
+            carried=program.inputs[num_invariant : num_invariant + num_carried],
         ),
         num_inputs=len(args),
         num_outputs=num_outputs,
@@ -492,6 +513,9 @@ def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
     in_avals = [getattr(var, "aval", None) for var in eqn.invars]
     out_avals = [var.aval for var in eqn.outvars]
     cost = _cost_of(eqn, in_avals, out_avals)
+    scope = _compat.scope_of(eqn)
+    loop = _LOOP.findall(scope) if eqn.primitive.name == "scan" else []
+    site = equation.site
     flops, moved = _room_cost(eqn, in_avals, out_avals, cost)
     return Op(
         id=index,
@@ -508,9 +532,10 @@ def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
         recomputable=cost.recomputable,
         reason=cost.reason,
         kind=cost.op_class.name,
-        scope=_compat.scope_of(eqn),
-        source=_compat.source_of(eqn),
+        scope=_LOOP.sub("", scope).replace("//", "/").strip("/"),
+        source=_compat.source_of(eqn) or (_compat.source_of(site) if site is not None else ""),
         batched=_is_batched(eqn),
+        loop=loop[-1] if loop else None,
     )
 
 
