@@ -90,7 +90,9 @@ def _print(row: Measured) -> None:
 def run_group(group: Group, device: str) -> tuple[list[Measured], list[str]]:
     """Compiles and prints the rows of a group; returns them and what misses its bound."""
     print(f"{group.name} on {device}: {(group.rows.__doc__ or '').splitlines()[0]}")
-    print(f"  {'':38s} {'temp MiB':>9s} {'HBM GiB':>9s} {'matmuls':>8s} {'convs':>6s} {'kernels':>8s}")
+    print(
+        f"  {'':38s} {'temp MiB':>9s} {'HBM GiB':>9s} {'matmuls':>8s} {'convs':>6s} {'kernels':>8s}"
+    )
     rows: list[Measured] = []
     for row in group.rows():
         rows.append(measure(group, row, device))
@@ -117,8 +119,12 @@ def _record(rows: list[Measured], device: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {list(GROUPS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"of {list(GROUPS)}; default: all"
+    )
     parser.add_argument("--device", default="h200")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")

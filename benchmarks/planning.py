@@ -58,7 +58,9 @@ def run(layers: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 36])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)

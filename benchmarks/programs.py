@@ -151,7 +151,7 @@ def residual_mlp() -> list[Row]:
 
 def lstm_lm() -> list[Row]:
     """An LSTM language model."""
-    plain, args = lstm.lstm_loss(lstm.LSTM, batch=64, length=128)
+    plain, args = lstm.lstm_loss(lstm.LSTM_FULL, batch=64, length=128)
     return [
         Row("none", plain, args),
         Row("dots_saveable", jax.checkpoint(plain, policy=POLICIES.dots_saveable), args),

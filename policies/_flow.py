@@ -57,7 +57,8 @@ def minimum_cut(
         source, sink: different vertices.
 
     Raises:
-        OverflowError: the finite capacities add up to 2^62 or more.
+        OverflowError: the finite capacities add up to 2^61 or more, in units of their greatest common
+            divisor.
         ValueError: every cut is infinite.
     """
     finite = [c for c in capacities if c != INFINITE]
@@ -65,7 +66,13 @@ def minimum_cut(
     total = sum(finite) // unit
     if total >= 1 << 61:
         raise OverflowError(f"capacities add up to {sum(finite)}, more than 2^61 units of {unit}")
-    network = _Network(num_vertices, tails, heads, [_scaled(c, unit, total) for c in capacities])
+    network = _Network(
+        num_vertices,
+        tails,
+        heads,
+        [c if c == INFINITE else c // unit for c in capacities],
+        total + 1,
+    )
     flow = network.saturate(source, sink, total)
     side = network.sink_side(sink)
     if side[source]:
@@ -78,24 +85,28 @@ def minimum_cut(
     return Cut(capacity=sum(crossing), flow=flow * unit, sink_side=side)
 
 
-def _scaled(capacity: int, unit: int, total: int) -> int:
-    return total + 1 if capacity == INFINITE else capacity // unit
-
-
 class _Network:
     """A residual network over a symmetric sparsity pattern."""
 
     def __init__(
-        self, size: int, tails: Sequence[int], heads: Sequence[int], capacities: Sequence[int]
+        self,
+        size: int,
+        tails: Sequence[int],
+        heads: Sequence[int],
+        capacities: Sequence[int],
+        infinite: int,
     ) -> None:
         self.size = size
         tail = np.asarray([*tails, *heads], dtype=np.int64)
         head = np.asarray([*heads, *tails], dtype=np.int64)
         room = np.asarray([*capacities, *([0] * len(capacities))], dtype=np.int64)
-        # Merge parallel edges; summing is exact because the total was bounded before.
+        # Merge parallel edges; summing is exact because the total was bounded before, and infinite edges,
+        # which are not part of it, are set and not summed.
         pairs, inverse = np.unique(tail * size + head, return_inverse=True)
+        unbounded = room == INFINITE
         self.room = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(self.room, inverse, np.minimum(room, np.int64(1) << 61))
+        np.add.at(self.room, inverse[~unbounded], room[~unbounded])
+        self.room[inverse[unbounded]] = infinite
         rows, self.columns = np.divmod(pairs, size)
         self.columns = self.columns.astype(np.int32)
         self.starts = np.searchsorted(rows, np.arange(size + 1)).astype(np.int32)

@@ -194,6 +194,9 @@ class _Capacity:
         """Price of running a forward operator again; `INFINITE` bans it."""
         if not op.recomputable:
             return INFINITE
+        if any(not self.graph.values[v].savable for v in op.outputs):
+            # Nothing can be kept in its place: priced as if each result were written and read.
+            return 2 * _SCALE * sum(self.graph.values[v].nbytes for v in op.outputs)
         if op.heavy:
             return self._heavy(op)
         if op.random and op.kind == "RANDOM" and not self._cheap_random(op):

@@ -165,7 +165,9 @@ def run_scan(parts: ScanParts, body: Any, operands: Sequence[Any]) -> list[Any]:
 def _varying(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value inside `shard_map` differs; jax has spelt this in two ways."""
     axes = getattr(aval, "manual_axis_type", None)
-    return frozenset(axes.varying) if axes is not None else frozenset(getattr(aval, "vma", ()) or ())
+    return (
+        frozenset(axes.varying) if axes is not None else frozenset(getattr(aval, "vma", ()) or ())
+    )
 
 
 def varying_axes(value: Any) -> frozenset[str]:

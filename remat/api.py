@@ -70,9 +70,7 @@ def _flatten_call(
 
     def rebuild(new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         arrays = iter(new)
-        full_leaves = [
-            fixed[i] if i in fixed else next(arrays) for i in range(len(everything))
-        ]
+        full_leaves = [fixed[i] if i in fixed else next(arrays) for i in range(len(everything))]
         rest, rest_kw = jax.tree.unflatten(tree, full_leaves)
         values = iter(rest)
         full = tuple(static[i] if i in static else next(values) for i in range(count))

@@ -120,8 +120,8 @@ class Graph:
         gradients: value ids of the gradients (a gradient that is a literal is left out).
         constants: value ids of arrays known while tracing; free to use in both phases.
         invariant: the inputs that are the same in every iteration, if the graph is a loop body.
-        carried: the inputs that one iteration hands to the next; unlike other inputs they are alive for
-            one iteration only, so keeping one costs memory.
+        carried: the inputs that one iteration gets from the one before, and the results it hands on; unlike
+            other inputs and results they live for one iteration only, so keeping one costs memory.
         multiplicity: how often the graph runs in one call: a loop body runs once per iteration and
             its saved values are stored once per iteration.
     """
@@ -197,7 +197,16 @@ class Graph:
 
     def check(self) -> None:
         """Raises ValueError if the graph is not well formed (ids, order, phases, roots)."""
-        defined = {*self.inputs, *self.cotangents, *self.constants}
+        for index, value in enumerate(self.values):
+            if value.id != index:
+                raise ValueError(f"value {index} has id {value.id}")
+        given = (*self.inputs, *self.cotangents, *self.constants)
+        strange = [
+            v for v in given if not 0 <= v < len(self.values) or self.values[v].producer is not None
+        ]
+        if strange:
+            raise ValueError(f"inputs {strange} do not exist or have a producer")
+        defined = set(given)
         backward = set(self.cotangents)
         for index, op in enumerate(self.ops):
             if op.id != index:
@@ -209,7 +218,8 @@ class Graph:
             if depends != (op.phase == "backward"):
                 raise ValueError(f"operator {index} ({op.name}) is marked {op.phase}")
             for value in op.outputs:
-                if value in defined or self.values[value].producer != index:
+                exists = 0 <= value < len(self.values)
+                if not exists or value in defined or self.values[value].producer != index:
                     raise ValueError(f"value {value} is defined twice or has a wrong producer")
                 defined.add(value)
                 if depends:
@@ -218,6 +228,9 @@ class Graph:
         undefined = [value for value in roots if value not in defined]
         if undefined:
             raise ValueError(f"results {undefined} are never computed")
+        late = [value for value in self.outputs if value in backward]
+        if late:
+            raise ValueError(f"results {late} depend on a cotangent")
 
     def to_networkx(self) -> nx.DiGraph:
         """Returns the bipartite operator/value graph as a `networkx.DiGraph`.

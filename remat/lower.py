@@ -305,7 +305,7 @@ class StagedFunction:
             for path, (length, function) in loops.items()
             if function.last_plan is not None
         )
-        return Staged(joint, plan.with_loops(nested) if nested else plan)
+        return Staged(joint, plan.with_loops(nested) if nested and not plan.loops else plan)
 
     @property
     def _input_avals(self) -> list[Any]:

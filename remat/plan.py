@@ -154,7 +154,7 @@ class Certificate:
     @property
     def gap(self) -> float:
         """Relative distance between value and bound; 0.0 is a proof of optimality."""
-        return 0.0 if self.value == self.bound else abs(self.value - self.bound) / self.value
+        return abs(self.value - self.bound) / max(abs(self.value), abs(self.bound), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +359,10 @@ class Plan:
         Raises:
             PlanError: the document is not a plan, or of a version this `remat` does not know.
         """
+        if not isinstance(data, Mapping):
+            raise PlanError(
+                f"not a plan: the document is a {type(data).__name__}, expected an object"
+            )
         if data.get("format") != "remat.plan" or data.get("version") != FORMAT_VERSION:
             raise PlanError(
                 f"not a plan this version of remat can read: format {data.get('format')!r}, version "
@@ -392,7 +396,7 @@ class Plan:
         if not text.lstrip().startswith("{"):
             try:
                 text = Path(text_or_path).read_text()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise PlanError(
                     f"cannot read a plan from {str(text_or_path)!r}: {error}; expected the path of a "
                     "file written by plan.to_json(path)"
@@ -401,6 +405,12 @@ class Plan:
             return cls.from_dict(json.loads(text))
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan file is not JSON: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                f"the plan is damaged: {error!r}; make it again with remat.plan(...)"
+            ) from error
 
     def digest(self) -> str:
         """Returns a short hash of the decisions: graph, kept values and order of execution."""

@@ -32,6 +32,7 @@ def make_plan(graph: Graph, policy: Policy, *, barriers: bool = True) -> Plan:
         policy_name=policy.name,
         options=describe_options(policy),
         barriers=barriers,
+        device=getattr(policy, "device", "h200"),
         start=start,
     )
 
@@ -54,7 +55,6 @@ def plan_from_saved(
     baseline = _baseline(graph)
     chip = get_device(device)
     recomputed = _recomputed(graph, replay)
-    again = (graph.ops[entry.op] for entry in recomputed)
     return Plan(
         policy_name=policy_name,
         options=options,
@@ -66,7 +66,9 @@ def plan_from_saved(
         saved_bytes=_kept_bytes(graph, _read_back(graph, kept, schedule)),
         peak_bytes=replay.peak_bytes,
         recompute_flops=replay.recompute_flops,
-        recompute_seconds=sum(op_seconds(graph, op, chip) for op in again),
+        recompute_seconds=sum(
+            entry.times * op_seconds(graph, graph.ops[entry.op], chip) for entry in recomputed
+        ),
         baseline_saved_bytes=sum(
             graph.values[v].nbytes for v in no_remat_saved(graph) if v not in graph.alive_anyway
         ),

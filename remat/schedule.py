@@ -230,7 +230,7 @@ class _Backward:
         stages' values too early. So what a joined stage recomputes for unfusible readers has to fit, with the
         values still kept when it begins, into the bytes saved plus a small share. The first stages are
         therefore short, and the later ones, for which much has been freed, long. A stage that repeats a
-        compute-bound operator is never joined.
+        compute-bound operator always begins with a barrier of its own.
         """
         values = self.graph.values
         for stage in stages:
@@ -252,7 +252,7 @@ class _Backward:
 
     def _joins(self, before: _Stage, stage: _Stage, room: float) -> bool:
         fits = before.nbytes + stage.nbytes <= room
-        return before.point is not None and not before.heavy and not stage.heavy and fits
+        return before.point is not None and not stage.heavy and fits
 
     def _measure(self, stage: _Stage) -> None:
         """Finds what a stage reads of the kept values, and what it recomputes if nothing else is there."""
@@ -334,22 +334,39 @@ class _Backward:
             for step in body
             if step.action == "compute" and graph.ops[step.target].phase == "forward"
         ]
-        decoded = {step.target for step in body if step.action == "decode"}
+        decoded, there = _read_first(graph, body)
         if not again and not decoded:
             return
-        made = {value for op in again for value in op.outputs}
         tied = set(decoded)
         for op in again:
-            tied.update(v for v in op.inputs if v in self.saved and v not in self.sources)
+            kept = (v for v in op.inputs if v in self.saved and v not in self.sources)
+            tied.update(v for v in kept if v in there)
         tainted = set(tied)
         for op in again:
             reads = [v for v in op.inputs if forward[v] and v not in graph.constants]
             if not any(v in tainted for v in reads):
-                tied.update(v for v in reads if v not in made)
+                tied.update(v for v in reads if v in there)
             if reads:
                 tainted.update(op.outputs)
         if tied:
             self.steps.append(Step("barrier", values=(*sorted(tied), *point.frontier)))
+
+
+def _read_first(graph: Graph, body: list[Step]) -> tuple[set[int], set[int]]:
+    """Encoded and raw values that steps read before they make them: what has to be there already."""
+    encoded: set[int] = set()
+    raw: set[int] = set()
+    packed: set[int] = set()
+    made: set[int] = set()
+    for step in body:
+        if step.action == "decode" and step.target not in packed:
+            encoded.add(step.target)
+        elif step.action == "encode":
+            packed.add(step.target)
+        reads, writes = _reads_writes(graph, step)
+        raw.update(v for v in reads if v not in made)
+        made.update(writes)
+    return encoded, raw
 
 
 def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:

@@ -66,6 +66,9 @@ class Replay:
         return self.timeline.peak_bytes
 
 
+_ACTIONS = frozenset({"compute", "free", "encode", "decode", "drop", "turn", "barrier"})
+
+
 class _Machine:
     """The memory a schedule runs in."""
 
@@ -85,7 +88,7 @@ class _Machine:
 
     def step(self, index: int, step: Step) -> None:
         handler = getattr(self, f"_{step.action}", None)
-        if handler is None:
+        if handler is None or step.action not in _ACTIONS:
             raise ScheduleError(f"step {index}: unknown action {step.action!r}")
         try:
             handler(step)
@@ -111,7 +114,7 @@ class _Machine:
         if op.phase == "backward" and not self.turned:
             raise ScheduleError(f"operator {op.name} belongs to the backward pass")
         self.executions[op.id] += 1
-        if self.executions[op.id] > 1 and not op.recomputable:
+        if self.executions[op.id] > 1 and (op.effectful or not op.recomputable):
             raise ScheduleError(f"operator {op.name} may not run again: {op.reason}")
         for value in op.outputs:
             self._add(value)

@@ -427,7 +427,10 @@ def trace_joint(
         graph=replace(
             _graph_of(program, len(args), num_outputs, multiplicity, name_values),
             invariant=program.inputs[:num_invariant],
-            carried=program.inputs[num_invariant : num_invariant + num_carried],
+            carried=(
+                *program.inputs[num_invariant : num_invariant + num_carried],
+                *_values(program.outputs[:num_carried]),
+            ),
         ),
         num_inputs=len(args),
         num_outputs=num_outputs,

@@ -140,7 +140,7 @@ def test_nothing_to_recompute() -> None:
 def test_masks_are_shown_packed_with_their_raw_size() -> None:
     text = describe(plan_of_case("gpt_tiny"))
     assert "bool[4,64,64] as bits" in text
-    assert "raw it would take 80.0 KiB" in " ".join(text.split())
+    assert "raw it would take 64.0 KiB" in " ".join(text.split())
 
 
 def test_top_limits_the_rows_but_not_the_sums() -> None:
