@@ -1,0 +1,324 @@
+"""Step time and device memory, measured on the attached GPU; `benchmarks/gpu.sh` runs this unattended.
+
+    python -m benchmarks.gpu [--minutes 9] [--groups gpt_scan gpt2_training ...] [--out DIR] [--dry-run]
+
+Baselines and ours are timed in turn in one process per group; the peak of each row is taken in a process of its
+own. It ends before `--minutes` are over: what does not fit is listed as skipped. Results are written after every
+row to `gpu_<device>_<date>.json`. `--dry-run` does the same with tiny programs on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["GROUP_WEIGHTS", "Results", "Worker", "main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+GROUP_WEIGHTS: dict[str, float] = {
+    "gpt_scan": 4.0,
+    "resnet50": 4.0,
+    "gpt2_training": 3.0,
+    "gelu": 0.5,
+    "residual_mlp": 1.0,
+    "gpt_unrolled": 4.0,
+    "lstm": 1.0,
+}
+"""The groups in the order in which they are run, and their shares of the time."""
+
+SMALL_WEIGHTS: dict[str, float] = {"gelu": 1.0, "residual_mlp": 1.0, "gpt2_training": 2.0}
+"""The groups of a dry run."""
+
+_RESERVE_SECONDS = 10.0
+_LEAST_SECONDS = 15.0
+_PEAK_SHARE = 0.25
+_GRACE_SECONDS = 5.0
+_PARALLEL_PEAKS = 4
+_BYTES_FOR_PARALLEL_PEAKS = 60 * 2**30
+_ERROR_LINES = 12
+_VERSIONED = ("flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Starts `benchmarks.gpu_worker` and reads what it prints.
+
+    Attributes:
+        cache: folder of jax's persistent compilation cache, shared by the processes of this run: the
+            second process of a row neither compiles nor tunes.
+        small: tiny programs, on the CPU.
+        end: when everything must be over, as of `time.time()`.
+    """
+
+    cache: Path
+    small: bool
+    end: float
+
+    def events(self, *arguments: str, until: float) -> Iterator[dict[str, Any]]:
+        """Yields what the process prints, as it does; at `until` it is killed.
+
+        Raises:
+            subprocess.CalledProcessError: it failed or was killed; `stderr` has the end of its log.
+        """
+        command = [sys.executable, "-m", "benchmarks.gpu_worker", *arguments]
+        command += ["--small"] if self.small else []
+        with tempfile.TemporaryFile("w+", dir=self.cache) as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment(), stdout=subprocess.PIPE, stderr=log, text=True
+            )
+            limit = max(min(until, self.end) - time.time(), 0.0)
+            timer = threading.Timer(limit, process.kill)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith('{"event"'):
+                        yield json.loads(line)
+            finally:
+                timer.cancel()
+                process.kill()
+                status = process.wait()
+            if status:
+                log.seek(0)
+                tail = "\n".join(log.read().splitlines()[-_ERROR_LINES:])
+                raise subprocess.CalledProcessError(status, command, stderr=tail)
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache / "xla"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **({"JAX_PLATFORMS": "cpu"} if self.small else {}),
+        }
+
+
+@dataclass
+class Results:
+    """The results, written to a file whenever something is added.
+
+    Attributes:
+        path: the file.
+        header: device, versions, date.
+        rows: by group and label.
+        skipped: groups that were not run or not finished, and why.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    rows: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Takes over what a worker printed, and writes the file."""
+        group = str(event["group"])
+        with self._lock:
+            if event["event"] == "group":
+                for label in event["labels"]:
+                    self.rows[group, label] = {"group": group, "label": label, "status": "started"}
+            else:
+                row = self.rows.setdefault((group, event["label"]), {"status": "started"})
+                row.update({name: value for name, value in event.items() if name != "event"})
+            self._write(complete=False)
+
+    def skip(self, group: str, reason: str) -> None:
+        """Notes that a group was not run to its end."""
+        print(f"{group}: {reason}", flush=True)
+        with self._lock:
+            self.skipped.append({"group": group, "reason": reason})
+            self._write(complete=False)
+
+    def finish(self) -> None:
+        """Writes the file for the last time."""
+        with self._lock:
+            self._write(complete=True)
+
+    def labels(self, group: str) -> list[str]:
+        """The rows of a group that ran."""
+        return [
+            label for (name, label), row in self.rows.items() if name == group and "step_ms" in row
+        ]
+
+    def _write(self, complete: bool) -> None:
+        record = {
+            **self.header,
+            "seconds": round(time.time() - self.header["started"], 1),
+            "complete": complete,
+            "rows": list(self.rows.values()),
+            "skipped": self.skipped,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.replace(self.path)
+
+
+def run_group(worker: Worker, results: Results, name: str, share: float) -> None:
+    """Runs a group for at most `share` seconds: first compiles and times, then takes the peaks."""
+    start = time.time()
+    deadline = start + (1 - _PEAK_SHARE) * share
+    print(f"{name}: {share:.0f} s", flush=True)
+    try:
+        events = worker.events(
+            *("group", "--group", name, "--deadline", str(deadline)),
+            until=deadline + _GRACE_SECONDS,
+        )
+        for event in events:
+            results.add(event)
+    except subprocess.CalledProcessError as error:
+        results.skip(name, f"was stopped: exit status {error.returncode}: {error.stderr}")
+    take = functools.partial(_take_peak, worker, results, name, start + share)
+    memory = (results.header["device"] or {}).get("bytes_limit") or 0
+    is_large = memory >= _BYTES_FOR_PARALLEL_PEAKS
+    with ThreadPoolExecutor(_PARALLEL_PEAKS if is_large else 1) as pool:
+        list(pool.map(take, results.labels(name)))
+    _print_group(results, name)
+
+
+def _take_peak(worker: Worker, results: Results, group: str, until: float, label: str) -> None:
+    try:
+        for event in worker.events("peak", "--group", group, "--label", label, until=until):
+            results.add(event)
+    except subprocess.CalledProcessError as error:
+        reason = "no time was left" if error.returncode == -signal.SIGKILL else error.stderr
+        memory = {"peak_bytes": None, "reason": reason}
+        results.add({"event": "row", "group": group, "label": label, "memory": memory})
+
+
+def _print_group(results: Results, group: str) -> None:
+    print(f"  {'':38s} {'step ms':>9s} {'temp MiB':>9s} {'peak MiB':>9s} {'compile s':>9s}")
+    for (name, label), row in results.rows.items():
+        if name != group:
+            continue
+        compiled, memory = row.get("compiled", {}), row.get("memory", {})
+        cells = (
+            _number(row.get("step_ms", {}).get("median"), 1, 3),
+            _number(compiled.get("temp_bytes"), 2**20, 1),
+            _number(memory.get("peak_bytes"), 2**20, 1),
+            _number(compiled.get("compile_seconds"), 1, 1),
+        )
+        note = "" if row["status"] == "ok" else f"  {row['status']}: {row.get('reason', '')}"
+        print(f"  {label:38s} " + " ".join(f"{cell:>9s}" for cell in cells) + note, flush=True)
+
+
+def _number(value: float | None, unit: float, digits: int) -> str:
+    return "-" if value is None else f"{value / unit:.{digits}f}"
+
+
+def _header(device: Mapping[str, Any], options: argparse.Namespace, start: float) -> dict[str, Any]:
+    versions = dict(device["versions"])
+    for package in _VERSIONED:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "kind": "dry run" if options.dry_run else "measured",
+        "device": device["device"],
+        "driver": _driver(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d", time.localtime(start)),
+        "started": round(start, 1),
+        "minutes": options.minutes,
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, or None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def _free_path(folder: Path, device: str, date: str) -> Path:
+    """`gpu_<device>_<date>.json`, numbered where an earlier run of that day is there already."""
+    slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_").removeprefix("nvidia_")
+    path = folder / f"gpu_{slug}_{date}.json"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"gpu_{slug}_{date}_{number}.json"
+    return path
+
+
+def _device(worker: Worker) -> dict[str, Any]:
+    for event in worker.events("device", until=worker.end):
+        return event
+    raise RuntimeError("the first process printed nothing about the device")
+
+
+def run(options: argparse.Namespace, cache: Path, start: float) -> int:
+    """Runs the groups within the time; returns the exit status."""
+    worker = Worker(cache, options.dry_run, start + 60 * options.minutes - _RESERVE_SECONDS)
+    device = _device(worker)
+    if device["device"]["platform"] == "cpu" and not options.dry_run:
+        print("no GPU is attached; try --dry-run", file=sys.stderr)
+        return 2
+    header = _header(device, options, start)
+    path = _free_path(options.out, device["device"]["name"], header["date"])
+    results = Results(path, header)
+    weights = SMALL_WEIGHTS if options.dry_run else GROUP_WEIGHTS
+    names = [name for name in weights if name in (options.groups or weights)]
+    for place, name in enumerate(names):
+        left = worker.end - time.time()
+        if left < _LEAST_SECONDS:
+            results.skip(name, "no time was left to start it")
+            continue
+        share = left * weights[name] / sum(weights[later] for later in names[place:])
+        run_group(worker, results, name, min(left, max(share, _LEAST_SECONDS)))
+    results.finish()
+    print(path)
+    return 0 if any(row["status"] == "ok" for row in results.rows.values()) else 1
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None, clock: Callable[[], float] = time.time) -> int:
+    """Entry point; returns the exit status."""
+    start = clock()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="everything is over by then")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUP_WEIGHTS), help="default: all")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--dry-run", action="store_true", help="tiny programs on the CPU")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _stop)
+    with tempfile.TemporaryDirectory(prefix="remat-gpu-", ignore_cleanup_errors=True) as folder:
+        try:
+            return run(options, Path(folder), start)
+        except KeyboardInterrupt:
+            print("interrupted; the results have what was found until then", file=sys.stderr)
+            return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What `benchmarks.gpu` runs: the programs of `benchmarks.programs` and full training steps, with real arrays.
+
+Arrays are made on the device by one jitted function, never on the host. `groups(small=True)` are the same
+kinds of programs, tiny, for machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import remat
+from benchmarks.programs import GROUPS, Group, Row, elementwise_gelu
+from models import gpt, mlp
+from remat.compile import compiler_options
+
+__all__ = ["GpuGroup", "Program", "device_arrays", "groups"]
+
+BASELINE = "none"
+TRAINING = "gpt2_training"
+LEARNING_RATE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted program and how to run it.
+
+    Attributes:
+        label: of the row.
+        call: the jitted function.
+        shapes: of its arguments.
+        make_args: arrays for it, on the device.
+        gradients: picks what is compared between rows from the result.
+        carries: whether the result's first item replaces the first argument, which is donated.
+        tokens: per call; 0 where that means nothing.
+    """
+
+    label: str
+    call: Any
+    shapes: tuple[Any, ...]
+    make_args: Callable[[], tuple[Any, ...]]
+    gradients: Callable[[Any], Any]
+    carries: bool = False
+    tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuGroup:
+    """Programs that are timed in turn.
+
+    Attributes:
+        name: of the group.
+        programs: makes the programs, the most important first.
+        weight: its share of the time, relative to the other groups.
+    """
+
+    name: str
+    programs: Callable[[], list[Program]]
+    weight: float
+
+
+def groups(small: bool = False) -> dict[str, GpuGroup]:
+    """The groups by name, in the order in which they are run.
+
+    Args:
+        small: tiny sizes, to run the same code on a CPU.
+    """
+    if small:
+        return {
+            "gelu": GpuGroup("gelu", functools.partial(_programs, _small_gelu, ()), 1.0),
+            "residual_mlp": GpuGroup(
+                "residual_mlp", functools.partial(_programs, _small_mlp, ()), 1.0
+            ),
+            TRAINING: GpuGroup(TRAINING, functools.partial(training, _SMALL_GPT, 2), 2.0),
+        }
+    weights = {
+        "gpt_scan": 4.0,
+        "resnet50": 4.0,
+        TRAINING: 3.0,
+        "gelu": 0.5,
+        "residual_mlp": 1.0,
+        "gpt_unrolled": 4.0,
+    }
+    weights |= {name: 1.0 for name in GROUPS if name not in weights}
+    return {name: GpuGroup(name, _factory(name), weight) for name, weight in weights.items()}
+
+
+def device_arrays(shapes: Any, seed: int = 0, integers: int = 8) -> Any:
+    """Random arrays for a pytree of shapes, made on the default device.
+
+    Args:
+        shapes: floats become normal numbers of deviation 0.02 (around 1 if the leaf is called "scale" or
+            "var"), integers lie below `integers`, PRNG keys are valid keys.
+        seed: of the random generator.
+        integers: the bound of integers, such as the size of a vocabulary.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
+
+    def make() -> list[jax.Array]:
+        key = jax.random.key(seed)
+        return [
+            _leaf(jax.random.fold_in(key, i), path, shape, integers)
+            for i, (path, shape) in enumerate(flat)
+        ]
+
+    return jax.tree.unflatten(tree, jax.jit(make)())
+
+
+def training(config: gpt.GPTConfig, batch: int) -> list[Program]:
+    """Full training steps of a GPT with AdamW: no remat, jax's policy for matmuls, ours."""
+    by_jax = functools.partial(
+        nn.remat,
+        policy=jax.checkpoint_policies.dots_saveable,
+        prevent_cse=not config.scan_layers,
+        static_argnums=(2,),
+    )
+    ours = dataclasses.replace(config, remat_policy="min_cut")
+    cases = {
+        BASELINE: gpt.gpt_loss(config, batch),
+        "min_cut": gpt.gpt_loss(ours, batch),
+        "dots_saveable": gpt.gpt_loss(config, batch, wrap_block=by_jax),
+    }
+    return [
+        _training_program(label, loss, shapes, config.vocab_size)
+        for label, (loss, shapes) in cases.items()
+    ]
+
+
+_SMALL_GPT = dataclasses.replace(gpt.GPT_TINY, layers=2, width=32, context=16, scan_layers=True)
+
+
+def _training_program(label: str, loss: Any, shapes: tuple[Any, ...], vocabulary: int) -> Program:
+    optimizer = optax.adamw(LEARNING_RATE)
+
+    def step(carry: Any, tokens: Any, targets: Any, key: Any) -> tuple[Any, jax.Array]:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, tokens, targets, key)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    def make_args() -> tuple[Any, ...]:
+        params, *rest = device_arrays(shapes, integers=vocabulary)
+        return ((params, jax.jit(optimizer.init)(params)), *rest)
+
+    params, tokens, targets, key = shapes
+    carry = (params, jax.eval_shape(optimizer.init, params))
+    return Program(
+        label,
+        _jit(step, donate_argnums=0),
+        (carry, tokens, targets, key),
+        make_args,
+        gradients=lambda out: out[0][1],  # the optimizer's moments: of the first step, the gradients
+        carries=True,
+        tokens=tokens.size,
+    )
+
+
+def _factory(name: str) -> Callable[[], list[Program]]:
+    if name == TRAINING:
+        config = dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True)
+        return functools.partial(training, config, 8)
+    group = GROUPS[name]
+    integers = {"lstm": 10_000, "resnet50": 1000}.get(name, 8)
+    return functools.partial(_programs, group.rows, _important(group), integers)
+
+
+def _important(group: Group) -> tuple[str, ...]:
+    """The rows that bounds speak of, and what they are held against."""
+    labels = [BASELINE]
+    for bound in group.bounds:
+        labels += [label for label in (bound.row, bound.baseline) if label]
+    return tuple(dict.fromkeys(labels))
+
+
+def _programs(
+    rows: Callable[[], list[Row]], important: tuple[str, ...], integers: int = 8
+) -> list[Program]:
+    order = {label: place for place, label in enumerate(important)}
+    ordered = sorted(rows(), key=lambda row: order.get(row.label, len(order)))
+    return [_program(row, integers) for row in ordered]
+
+
+def _program(row: Row, integers: int) -> Program:
+    scalar = jax.eval_shape(row.function, *row.args)
+    is_loss = getattr(scalar, "shape", None) == ()
+    function = jax.value_and_grad(row.function) if is_loss else row.function
+    return Program(
+        row.label,
+        _jit(function),
+        row.args,
+        functools.partial(device_arrays, row.args, integers=integers),
+        gradients=(lambda out: out[1]) if is_loss else (lambda out: out),
+    )
+
+
+def _jit(function: Callable[..., Any], **options: Any) -> Any:
+    flags = compiler_options(jax.default_backend())
+    return jax.jit(function, compiler_options=flags or None, **options)
+
+
+def _leaf(key: jax.Array, path: tuple[Any, ...], shape: Any, integers: int) -> jax.Array:
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, shape.shape) if shape.shape else key
+    if jnp.issubdtype(shape.dtype, jnp.floating):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        mean = 1.0 if name in ("scale", "var") else 0.0
+        noise = jax.random.normal(key, shape.shape, jnp.float32)
+        return (mean + 0.02 * noise).astype(shape.dtype)
+    return jax.random.randint(key, shape.shape, 0, integers, shape.dtype)
+
+
+def _small_gelu() -> list[Row]:
+    shape = jax.ShapeDtypeStruct((2**10,), jnp.float32)
+
+    def loss(f: Callable[..., Any]) -> Callable[..., jax.Array]:
+        return lambda x: jnp.sum(f(x))
+
+    ours = remat.checkpoint(elementwise_gelu)
+    return [Row(BASELINE, loss(elementwise_gelu), (shape,)), Row("min_cut", loss(ours), (shape,))]
+
+
+def _small_mlp() -> list[Row]:
+    plain, args = mlp.residual_mlp(layers=2, width=16, hidden=32, batch=8)
+    policy = jax.checkpoint_policies.dots_saveable
+    return [
+        Row(BASELINE, plain, args),
+        Row("dots_saveable", jax.checkpoint(plain, policy=policy), args),
+        Row("min_cut", remat.checkpoint(plain), args),
+    ]
