@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +47,10 @@ SMALL_WEIGHTS: dict[str, float] = {"gelu": 1.0, "residual_mlp": 1.0, "gpt2_train
 
 _RESERVE_SECONDS = 10.0
 _LEAST_SECONDS = 15.0
-_PEAK_SHARE = 0.25
-_GRACE_SECONDS = 5.0
-_PARALLEL_PEAKS = 4
+_PEAK_SHARE = 0.3
+_GRACE_SECONDS = 10.0
 _BYTES_FOR_PARALLEL_PEAKS = 60 * 2**30
 _ERROR_LINES = 12
-_VERSIONED = ("flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,12 @@ class Worker:
         command += ["--small"] if self.small else []
         with tempfile.TemporaryFile("w+", dir=self.cache) as log:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=self._environment(), stdout=subprocess.PIPE, stderr=log, text=True
+                command,
+                cwd=ROOT,
+                env=self._environment(),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
             limit = max(min(until, self.end) - time.time(), 0.0)
             timer = threading.Timer(limit, process.kill)
@@ -91,10 +93,11 @@ class Worker:
                 for line in process.stdout:
                     if line.startswith('{"event"'):
                         yield json.loads(line)
+                status = process.wait()
             finally:
                 timer.cancel()
                 process.kill()
-                status = process.wait()
+                process.wait()
             if status:
                 log.seek(0)
                 tail = "\n".join(log.read().splitlines()[-_ERROR_LINES:])
@@ -180,20 +183,22 @@ def run_group(worker: Worker, results: Results, name: str, share: float) -> None
     deadline = start + (1 - _PEAK_SHARE) * share
     print(f"{name}: {share:.0f} s", flush=True)
     try:
-        events = worker.events(
-            *("group", "--group", name, "--deadline", str(deadline)),
-            until=deadline + _GRACE_SECONDS,
-        )
-        for event in events:
+        task = ("group", "--group", name, "--deadline", str(deadline))
+        for event in worker.events(*task, until=start + share):
             results.add(event)
     except subprocess.CalledProcessError as error:
         results.skip(name, f"was stopped: exit status {error.returncode}: {error.stderr}")
-    take = functools.partial(_take_peak, worker, results, name, start + share)
-    memory = (results.header["device"] or {}).get("bytes_limit") or 0
-    is_large = memory >= _BYTES_FOR_PARALLEL_PEAKS
-    with ThreadPoolExecutor(_PARALLEL_PEAKS if is_large else 1) as pool:
+    take = functools.partial(_take_peak, worker, results, name, start + share + _GRACE_SECONDS)
+    with ThreadPoolExecutor(_parallel_peaks(results.header["device"])) as pool:
         list(pool.map(take, results.labels(name)))
     _print_group(results, name)
+
+
+def _parallel_peaks(device: Mapping[str, Any]) -> int:
+    """How many processes may use the device's memory at once: nothing is timed then."""
+    if device["platform"] == "cpu":
+        return 2
+    return 4 if (device["bytes_limit"] or 0) >= _BYTES_FOR_PARALLEL_PEAKS else 1
 
 
 def _take_peak(worker: Worker, results: Results, group: str, until: float, label: str) -> None:
@@ -227,17 +232,11 @@ def _number(value: float | None, unit: float, digits: int) -> str:
 
 
 def _header(device: Mapping[str, Any], options: argparse.Namespace, start: float) -> dict[str, Any]:
-    versions = dict(device["versions"])
-    for package in _VERSIONED:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "kind": "dry run" if options.dry_run else "measured",
         "device": device["device"],
         "driver": _driver(),
-        "versions": versions,
+        "versions": device["versions"],
         "date": time.strftime("%Y-%m-%d", time.localtime(start)),
         "started": round(start, 1),
         "minutes": options.minutes,
@@ -275,7 +274,11 @@ def _device(worker: Worker) -> dict[str, Any]:
 def run(options: argparse.Namespace, cache: Path, start: float) -> int:
     """Runs the groups within the time; returns the exit status."""
     worker = Worker(cache, options.dry_run, start + 60 * options.minutes - _RESERVE_SECONDS)
-    device = _device(worker)
+    try:
+        device = _device(worker)
+    except subprocess.CalledProcessError as error:
+        print(f"jax does not start here:\n{error.stderr}", file=sys.stderr)
+        return 2
     if device["device"]["platform"] == "cpu" and not options.dry_run:
         print("no GPU is attached; try --dry-run", file=sys.stderr)
         return 2
@@ -300,9 +303,9 @@ def _stop(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def main(argv: list[str] | None = None, clock: Callable[[], float] = time.time) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    start = clock()
+    start = time.time()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -58,38 +58,31 @@ class GpuGroup:
     Attributes:
         name: of the group.
         programs: makes the programs, the most important first.
-        weight: its share of the time, relative to the other groups.
+        min_seconds: that each program is timed for.
     """
 
     name: str
     programs: Callable[[], list[Program]]
-    weight: float
+    min_seconds: float = 1.0
 
 
 def groups(small: bool = False) -> dict[str, GpuGroup]:
-    """The groups by name, in the order in which they are run.
+    """The groups by name.
 
     Args:
         small: tiny sizes, to run the same code on a CPU.
     """
+    factories: dict[str, Callable[[], list[Program]]]
     if small:
-        return {
-            "gelu": GpuGroup("gelu", functools.partial(_programs, _small_gelu, ()), 1.0),
-            "residual_mlp": GpuGroup(
-                "residual_mlp", functools.partial(_programs, _small_mlp, ()), 1.0
-            ),
-            TRAINING: GpuGroup(TRAINING, functools.partial(training, _SMALL_GPT, 2), 2.0),
+        factories = {
+            "gelu": functools.partial(_programs, _small_gelu, ()),
+            "residual_mlp": functools.partial(_programs, _small_mlp, ()),
+            TRAINING: functools.partial(training, _SMALL_GPT, 2),
         }
-    weights = {
-        "gpt_scan": 4.0,
-        "resnet50": 4.0,
-        TRAINING: 3.0,
-        "gelu": 0.5,
-        "residual_mlp": 1.0,
-        "gpt_unrolled": 4.0,
-    }
-    weights |= {name: 1.0 for name in GROUPS if name not in weights}
-    return {name: GpuGroup(name, _factory(name), weight) for name, weight in weights.items()}
+    else:
+        factories = {name: _factory(name) for name in (*GROUPS, TRAINING)}
+    seconds = 0.1 if small else 1.0
+    return {name: GpuGroup(name, factory, seconds) for name, factory in factories.items()}
 
 
 def device_arrays(shapes: Any, seed: int = 0, integers: int = 8) -> Any:
@@ -156,7 +149,9 @@ def _training_program(label: str, loss: Any, shapes: tuple[Any, ...], vocabulary
         _jit(step, donate_argnums=0),
         (carry, tokens, targets, key),
         make_args,
-        gradients=lambda out: out[0][1],  # the optimizer's moments: of the first step, the gradients
+        gradients=lambda out: out[0][
+            1
+        ],  # the optimizer's moments: of the first step, the gradients
         carries=True,
         tokens=tokens.size,
     )

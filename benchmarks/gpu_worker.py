@@ -1,13 +1,14 @@
 """The processes that `benchmarks.gpu` starts; each prints what it finds as JSON, a line at a time.
 
-    python -m benchmarks.gpu_worker device
-    python -m benchmarks.gpu_worker group --group G --deadline UNIX_TIME   compiles, compares, times in turn
-    python -m benchmarks.gpu_worker peak --group G --label L               memory of one row alone
+python -m benchmarks.gpu_worker device
+python -m benchmarks.gpu_worker group --group G --deadline UNIX_TIME   compiles, compares, times in turn
+python -m benchmarks.gpu_worker peak --group G --label L               memory of one row alone
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import platform
@@ -19,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
 import remat
 from benchmarks.gpu_cases import BASELINE, GpuGroup, Program, groups
@@ -27,7 +27,6 @@ from benchmarks.gpu_cases import BASELINE, GpuGroup, Program, groups
 __all__ = ["main"]
 
 MIN_ROUNDS = 10
-MIN_SECONDS = 1.0
 MAX_SECONDS = 3.0
 PRINT_SECONDS = 5.0
 SAMPLE_SECONDS = 0.02
@@ -36,6 +35,7 @@ WARM_UP_CALLS = 3
 FIRST_COMPILE_SECONDS = 5.0
 COMPARED_LEAVES = 3
 PEAK_STEPS = 2
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy")
 
 
 @dataclass
@@ -121,12 +121,18 @@ def report_device() -> None:
         "device",
         device={"name": device.device_kind, "platform": device.platform, "bytes_limit": memory},
         versions={
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
             "python": platform.python_version(),
             "remat": remat.__version__,
+            **{name: version for name in PACKAGES if (version := _version(name))},
         },
     )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def run_group(group: GpuGroup, deadline: float) -> None:
@@ -138,7 +144,7 @@ def run_group(group: GpuGroup, deadline: float) -> None:
     shared: tuple[Any, ...] | None = None
     longest = FIRST_COMPILE_SECONDS
     for program in programs:
-        if time.time() + longest + MIN_SECONDS * (len(running) + 1) > deadline:
+        if time.time() + longest + group.min_seconds * (len(running) + 1) > deadline:
             emit_row(group, program.label, status="skipped", reason="no time was left to compile")
             continue
         start = time.perf_counter()
@@ -201,7 +207,7 @@ def _compiled(program: Program) -> dict[str, Any]:
 def _time(group: GpuGroup, running: list[Running], deadline: float) -> None:
     """Times the rows in turn until each has its samples or time is up; prints now and then."""
     printed = time.time()
-    while running and not all(map(_has_enough, running)) and time.time() < deadline:
+    while time.time() < deadline and not all(_has_enough(r, group.min_seconds) for r in running):
         for run in running:
             run.seconds.append(run.sample())
         if time.time() - printed > PRINT_SECONDS:
@@ -219,9 +225,9 @@ def _print_times(group: GpuGroup, running: list[Running]) -> None:
             emit_row(group, run.program.label, status="skipped", reason=reason)
 
 
-def _has_enough(run: Running) -> bool:
+def _has_enough(run: Running, min_seconds: float) -> bool:
     spent = sum(run.seconds) * run.calls
-    return spent >= MAX_SECONDS or (len(run.seconds) >= MIN_ROUNDS and spent >= MIN_SECONDS)
+    return spent >= MAX_SECONDS or (len(run.seconds) >= MIN_ROUNDS and spent >= min_seconds)
 
 
 def _statistics(run: Running) -> dict[str, Any]:

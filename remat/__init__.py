@@ -16,3 +16,12 @@ from remat.errors import TraceError as TraceError
 from remat.plan import Plan as Plan
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Imports `remat.linen` and `remat.nnx` when they are first used: they need Flax."""
+    if name in ("linen", "nnx"):
+        import importlib
+
+        return importlib.import_module(f"remat.{name}")
+    raise AttributeError(f"module 'remat' has no attribute {name!r}")

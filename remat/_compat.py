@@ -6,7 +6,8 @@ equations, where an equation came from, and what the current trace is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "in_loop_body",
     "is_literal",
     "is_tracer",
+    "jax_checkpoint",
     "open_jaxpr",
     "scan_parts",
     "scope_of",
@@ -55,7 +57,7 @@ def is_literal(atom: Any) -> bool:
 
 def is_tracer(value: Any) -> bool:
     """Whether `value` is being traced (so must not be stored beyond the trace)."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, _core.Tracer)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -250,6 +252,21 @@ def _current_traces() -> list[Any]:
         found.append(trace)
         trace = getattr(trace, "parent_trace", None)
     return found
+
+
+def jax_checkpoint(
+    fun: Callable[..., Any],
+    *,
+    policy: Callable[..., Any] | None,
+    prevent_cse: bool | Sequence[bool],
+    static_argnums: tuple[int, ...],
+    static_argnames: tuple[str, ...],
+) -> Callable[..., Any]:
+    """Calls `jax.checkpoint`, which takes `static_argnames` since jax 0.10.1."""
+    options: dict[str, Any] = {"policy": policy, "prevent_cse": prevent_cse}
+    if "static_argnames" in inspect.signature(jax.checkpoint).parameters:
+        options["static_argnames"] = static_argnames
+    return jax.checkpoint(fun, static_argnums=static_argnums, **options)
 
 
 def in_loop_body() -> bool:

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from remat.trace import check_differentiable, lift_tracers, trace_primal
 
 __all__ = ["UNSET", "checkpoint", "chosen_policy", "plan"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 _CACHE_SIZE = 512
 
@@ -190,10 +189,6 @@ def _aval_of(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-@overload
-def checkpoint(fun: F, **options: Any) -> F: ...
-@overload
-def checkpoint(fun: None = None, **options: Any) -> Callable[[F], F]: ...
 def checkpoint(
     fun: Callable[..., Any] | None = None,
     *,
@@ -255,12 +250,12 @@ def checkpoint(
     nums = frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if isinstance(resolved, JaxPolicy):
-        return jax.checkpoint(
+        return _compat.jax_checkpoint(
             fun,
             policy=resolved.policy,
             prevent_cse=prevent_cse,
             static_argnums=tuple(nums),
-            static_argnames=names,
+            static_argnames=tuple(names),
         )
     nums, named = _both_spellings(fun, nums, frozenset(names))
     wrapped = _Wrapped(
@@ -309,7 +304,7 @@ def _check_options(lowering: str, nested: str) -> None:
         raise PolicyError(f"nested_checkpoints={nested!r}; expected 'take_over' or 'respect'")
 
 
-def _named_like(fun: Callable[..., Any]) -> Callable[[F], F]:
+def _named_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     # `functools.wraps` without copying `__dict__`: a module's attributes must not leak onto a function.
     names = [n for n in ("__module__", "__name__", "__qualname__", "__doc__") if hasattr(fun, n)]
     return functools.wraps(fun, assigned=names, updated=())

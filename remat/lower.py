@@ -253,7 +253,7 @@ class StagedFunction:
         except TypeError as error:
             if "custom_vjp" in str(error) and "jvp" in str(error):
                 raise DifferentiationError(
-                    "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian's outer pass) does "
+                    "forward-mode differentiation of the function itself (jax.jvp, jax.jacfwd) does "
                     "not go through remat's staged lowering, which is a jax.custom_vjp. Use reverse "
                     "mode (jax.grad, jax.vjp, jax.jacrev), or lowering='policy', which composes with "
                     "every transform, or remat_policy=None for this call."

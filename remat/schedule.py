@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from remat.graph import Graph, Op
 from remat.plan import Schedule, Step, form_of
 
-__all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
+__all__ = ["StagePoint", "build_schedule", "kept_for_head", "no_remat_saved", "stage_points"]
 
 # A chain of cheap operators up to this long is repeated in every stage that reads it instead of being kept
 # alive between the stages.
@@ -128,6 +128,33 @@ def build_schedule(graph: Graph, saved: Collection[int], *, barriers: bool = Tru
     steps.append(Step("turn"))
     steps += _Backward(graph, set(saved), barriers).run()
     return Schedule(tuple(_with_frees(graph, steps, set(saved))))
+
+
+def kept_for_head(graph: Graph, saved: Collection[int]) -> frozenset[int]:
+    """Values to keep beyond `saved` because no barrier could tie their recomputation.
+
+    Between the forward pass and the first stage lies the gradient of the loss itself. Its only cotangent is a
+    constant, so XLA would merge anything recomputed there with the forward pass. Cheap operators may:
+    they fuse. A value that needs a compute-bound operator is kept, for that is what would happen.
+    """
+    fixed = {*saved, *graph.inputs, *graph.constants}
+    forward = graph.forward_values
+    points = {point.op for point in stage_points(graph) if not _orders_nothing(graph, point)}
+    extra: set[int] = set()
+    for op in graph.backward_ops():
+        if op.id in points:
+            break
+        for value in op.inputs:
+            if forward[value] and value not in fixed:
+                again = _closure(graph, (value,), fixed)
+                if any(graph.ops[index].heavy for index in again):
+                    extra.add(value)
+    return frozenset(extra)
+
+
+def _orders_nothing(graph: Graph, point: StagePoint) -> bool:
+    """A scalar loss's cotangent is a constant; a barrier on it would only cut fusion."""
+    return all(graph.values[value].nbytes <= 64 for value in point.frontier)
 
 
 def _pins(graph: Graph) -> dict[int, Step]:
@@ -269,14 +296,10 @@ class _Backward:
         stages = [_Stage(None, [])]
         for op in self.graph.backward_ops():
             point = self.points.get(op.id)
-            if point is not None and not self._orders_nothing(point):
+            if point is not None and not _orders_nothing(self.graph, point):
                 stages.append(_Stage(point, []))
             stages[-1].ops.append(op)
         return [stage for stage in stages if stage.ops] or stages
-
-    def _orders_nothing(self, point: StagePoint) -> bool:
-        """A scalar loss's cotangent is a constant; a barrier on it would only cut fusion."""
-        return all(self.graph.values[value].nbytes <= 64 for value in point.frontier)
 
     def _stage(self, ops: list[Op], last: bool) -> list[Step]:
         body: list[Step] = []

@@ -65,9 +65,7 @@ def test_static_arguments_by_name_and_by_position() -> None:
     for options in ({"static_argnums": 2}, {"static_argnames": "double"}, {"static_argnums": -1}):
         g = remat.checkpoint(f, **options)
         np.testing.assert_allclose(jax.grad(g)(W, X, True), 2 * jax.grad(f)(W, X), rtol=1e-5)
-        np.testing.assert_allclose(
-            jax.grad(g)(W, X, double=True), 2 * jax.grad(f)(W, X), rtol=1e-5
-        )
+        np.testing.assert_allclose(jax.grad(g)(W, X, double=True), 2 * jax.grad(f)(W, X), rtol=1e-5)
 
 
 def test_unhashable_static_argument() -> None:
@@ -142,9 +140,7 @@ def test_policy_argument_still_works() -> None:
     g = remat.checkpoint(loss, policy=jax.checkpoint_policies.everything_saveable)
     np.testing.assert_allclose(jax.grad(g)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
     with pytest.raises(remat.PolicyError, match="both policy="):
-        remat.checkpoint(
-            loss, policy=jax.checkpoint_policies.dots_saveable, remat_policy="min_cut"
-        )
+        remat.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable, remat_policy="min_cut")
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,7 @@ def test_gpt_blocks_compiled(policy: str, scan: bool) -> None:
     plain, shapes = gpt.gpt_loss(config, batch=2)
     args = cases.materialize(shapes, 0)
     ours, _ = gpt.gpt_loss(dataclasses.replace(config, remat_policy=policy), batch=2)
-    assert_close(
-        jit(jax.value_and_grad(ours))(*args), jit(jax.value_and_grad(plain))(*args)
-    )
+    assert_close(jit(jax.value_and_grad(ours))(*args), jit(jax.value_and_grad(plain))(*args))
 
 
 def test_bfloat16_gpt_blocks() -> None:
@@ -135,9 +133,7 @@ def test_static_arguments_and_mutable_collections() -> None:
 
     def loss(model: nn.Module) -> Callable[..., Any]:
         def run(params: Any) -> Any:
-            out, state = model.apply(
-                {**variables, "params": params}, x, True, mutable=["counters"]
-            )
+            out, state = model.apply({**variables, "params": params}, x, True, mutable=["counters"])
             return jnp.sum(jnp.asarray(out) ** 2), state
 
         return run

@@ -315,7 +315,7 @@ NESTED_LOOPS = """
   %t = (f32[8,8]{1,0}) parameter(0)
   ROOT %w2 = (f32[8,8]{1,0}) while(%t), condition=%never, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
 }
-"""  # noqa: E501
+"""
 
 
 def test_trip_counts_of_nested_loops_multiply() -> None:

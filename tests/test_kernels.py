@@ -232,7 +232,7 @@ def test_calls_are_entered_and_the_dearest_branch_is_taken() -> None:
   %p = pred[] parameter(1)
   %called = f32[64]{0} call(%x), to_apply=%small
   ROOT %c = f32[64]{0} conditional(%p, %x, %called), true_computation=%large, false_computation=%small
-"""  # noqa: E501
+"""
     kernels, notes = find_kernels(parse_module(entry(lines, others)))
     assert [kernel.name for kernel in kernels] == ["little", "once", "again"]
     assert len(notes) == 1 and "branch" in notes[0]
