@@ -145,7 +145,7 @@ def kept_for_head(graph: Graph, saved: Collection[int]) -> frozenset[int]:
         if op.id in points:
             break
         for value in op.inputs:
-            if forward[value] and value not in fixed:
+            if forward[value] and value not in fixed and graph.values[value].savable:
                 again = _closure(graph, (value,), fixed)
                 if any(graph.ops[index].heavy for index in again):
                     extra.add(value)
