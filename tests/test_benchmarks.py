@@ -177,9 +177,9 @@ def _check_results(record: dict[str, Any], labels: dict[str, list[str]]) -> None
 
 @pytest.mark.slow
 def test_dry_run_writes_results(tmp_path: Path) -> None:
+    options = ["--dry-run", "--out", str(tmp_path), "--groups", "gelu", "gpt2_training"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path)]
-        + ["--groups", "gelu", "gpt2_training"],
+        [sys.executable, "-m", "benchmarks.gpu", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

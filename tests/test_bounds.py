@@ -71,8 +71,9 @@ def test_names_policy_saves_memory_on_cpu_with_our_options() -> None:
     kept = remat.compile_report(jax.grad(ours), *args, device="cpu")
     assert kept.compiler_options == dict(CPU_COMPILER_OPTIONS)
     assert kept.temp_bytes < none.temp_bytes / 2
-    # Every layer but the last is computed again, up to its last matmul.
-    assert kept.matmuls_executed == none.matmuls_executed + 2 * 15
+    # Two matmuls of each layer are computed again, once; for the last layer they need not be.
+    again = kept.matmuls_executed - none.matmuls_executed
+    assert 2 * 15 <= again <= 2 * 16
 
 
 def test_names_policy_without_our_options_on_cpu_is_only_reported() -> None:
