@@ -10,7 +10,7 @@ from remat.devices import get_device
 from remat.graph import Graph
 from remat.plan import Plan, Recomputed, Saved, Schedule, form_of, stored_bytes
 from remat.policies.base import Decision, Policy, describe_options
-from remat.schedule import build_schedule, kept_for_head, no_remat_saved
+from remat.schedule import build_schedule, no_remat_saved
 from remat.simulate import Replay, simulate
 
 __all__ = ["make_plan", "plan_from_saved"]
@@ -50,8 +50,6 @@ def plan_from_saved(
     """Turns a saved set into a plan: schedule, replay, statistics."""
     start = time.perf_counter() if start is None else start
     kept = decision.saved | (graph.backward_reads & set(graph.inputs))
-    if barriers:
-        kept |= kept_for_head(graph, kept)
     schedule = build_schedule(graph, kept, barriers=barriers)
     replay = simulate(graph, schedule)
     baseline = _baseline(graph)

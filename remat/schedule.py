@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from remat.graph import Graph, Op
 from remat.plan import Schedule, Step, form_of
 
-__all__ = ["StagePoint", "build_schedule", "kept_for_head", "no_remat_saved", "stage_points"]
+__all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
 
 # A chain of cheap operators up to this long is repeated in every stage that reads it instead of being kept
 # alive between the stages.
@@ -130,33 +130,6 @@ def build_schedule(graph: Graph, saved: Collection[int], *, barriers: bool = Tru
     return Schedule(tuple(_with_frees(graph, steps, set(saved))))
 
 
-def kept_for_head(graph: Graph, saved: Collection[int]) -> frozenset[int]:
-    """Values to keep beyond `saved` because no barrier could tie their recomputation.
-
-    Between the forward pass and the first stage lies the gradient of the loss itself. Its only cotangent is a
-    constant, so XLA would merge anything recomputed there with the forward pass. Cheap operators may:
-    they fuse. A value that needs a compute-bound operator is kept, for that is what would happen.
-    """
-    fixed = {*saved, *graph.inputs, *graph.constants}
-    forward = graph.forward_values
-    points = {point.op for point in stage_points(graph) if not _orders_nothing(graph, point)}
-    extra: set[int] = set()
-    for op in graph.backward_ops():
-        if op.id in points:
-            break
-        for value in op.inputs:
-            if forward[value] and value not in fixed and graph.values[value].savable:
-                again = _closure(graph, (value,), fixed)
-                if any(graph.ops[index].heavy for index in again):
-                    extra.add(value)
-    return frozenset(extra)
-
-
-def _orders_nothing(graph: Graph, point: StagePoint) -> bool:
-    """A scalar loss's cotangent is a constant; a barrier on it would only cut fusion."""
-    return all(graph.values[value].nbytes <= 64 for value in point.frontier)
-
-
 def _pins(graph: Graph) -> dict[int, Step]:
     """Barriers that keep large loop-invariant values inside the loop, by the operator they precede.
 
@@ -260,8 +233,9 @@ class _Backward:
         compute-bound operator always begins with a barrier of its own.
         """
         values = self.graph.values
+        done: set[int] = set()
         for stage in stages:
-            self._measure(stage)
+            self._measure(stage, done)
         last_use = {value: i for i, stage in enumerate(stages) for value in stage.kept_reads}
         total = sum(values[v].nbytes for v in last_use)
         merged: list[_Stage] = []
@@ -281,22 +255,27 @@ class _Backward:
         fits = before.nbytes + stage.nbytes <= room
         return before.point is not None and not stage.heavy and fits
 
-    def _measure(self, stage: _Stage) -> None:
-        """Finds what a stage reads of the kept values, and what it recomputes if nothing else is there."""
+    def _measure(self, stage: _Stage, done: set[int]) -> None:
+        """Finds what a stage reads of the kept values, and what it recomputes.
+
+        `done` are the compute-bound operators that earlier stages repeat: their results stay there.
+        """
         forward, graph = self.graph.forward_values, self.graph
         kept = self.saved - self.sources
         reads = {v for op in stage.ops for v in op.inputs if forward[v]}
         again = _closure(graph, reads, self.fixed)
         written = {v for op in stage.ops if not op.fusible for v in op.inputs if forward[v]}
         stage.nbytes = sum(graph.values[v].nbytes for v in written - self.saved - self.sources)
-        stage.heavy = any(graph.ops[op].heavy for op in again)
+        heavy = {op for op in again if graph.ops[op].heavy}
+        stage.heavy = not heavy <= done
+        done |= heavy
         stage.kept_reads = (reads | {v for op in again for v in graph.ops[op].inputs}) & kept
 
     def _stages(self) -> list[_Stage]:
         stages = [_Stage(None, [])]
         for op in self.graph.backward_ops():
             point = self.points.get(op.id)
-            if point is not None and not _orders_nothing(self.graph, point):
+            if point is not None:
                 stages.append(_Stage(point, []))
             stages[-1].ops.append(op)
         return [stage for stage in stages if stage.ops] or stages

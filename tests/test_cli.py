@@ -309,8 +309,9 @@ def test_compare_has_a_row_per_policy_in_order() -> None:
     assert all(row.error is None for row in rows)
     assert all(row.temp_bytes is not None and row.compile_seconds is not None for row in rows)
     found = {row.policy: row for row in rows}
-    assert found["none"].recomputed_flops == 0 and found["full"].saved_bytes == 0
+    assert found["none"].recomputed_flops == 0
     baseline = remat.plan(mlp, *ARGS, remat_policy="save_all").baseline_saved_bytes
+    assert found["full"].saved_bytes == 0
     assert found["none"].saved_bytes == baseline > 0
     assert found["dots_saveable"].saved_bytes is None
     assert found["none"].matmuls == 5 and found["nothing_saveable"].matmuls is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -327,3 +328,17 @@ def test_barriers_only_outside_loops() -> None:
         return jax.lax.scan(lambda c, k: (block(c, w, k), None), x, keys)[0].sum()
 
     assert barriers(looped) == 0
+
+
+def test_a_scalar_result_does_not_lose_its_barrier() -> None:
+    """Losses of chunks, added up: without the barrier XLA would keep every chunk's values."""
+
+    @functools.partial(remat.checkpoint, remat_policy="full")
+    def chunk(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(x @ w)
+
+    def total(w: jax.Array, xs: jax.Array) -> jax.Array:
+        return sum((chunk(w, x) for x in xs), jnp.float32(0))
+
+    text = str(jax.make_jaxpr(jax.grad(total))(jnp.ones((8, 16)), jnp.ones((3, 4, 8))))
+    assert text.count("optimization_barrier") == 3
