@@ -62,7 +62,8 @@ def _flatten_call(
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
     dynamic_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
     everything, tree = jax.tree.flatten((dynamic, dynamic_kw))
-    # Leaves that are no arrays (an activation function in an equinox module) are part of the structure.
+    # Leaves that are no numbers (an activation function or a flag in an equinox module) are part of the
+    # structure.
     fixed = {i: leaf for i, leaf in enumerate(everything) if not _is_array(leaf)}
     leaves = [leaf for leaf in everything if _is_array(leaf)]
     count = len(args)
@@ -80,8 +81,10 @@ def _flatten_call(
 
 
 def _is_array(leaf: Any) -> bool:
-    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
-    return isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__")
+    # A Python bool is a switch: tracing it, as `jax.checkpoint` does, only forbids `if`.
+    kinds = (jax.Array, np.ndarray, np.generic, int, float, complex, jax.ShapeDtypeStruct)
+    number = isinstance(leaf, kinds) and not isinstance(leaf, bool)
+    return number or hasattr(leaf, "__jax_array__")
 
 
 @dataclass(frozen=True)
