@@ -42,6 +42,10 @@ class Planner(Protocol):
         """Plans a joint graph."""
         ...
 
+    def check(self, plan: Plan) -> None:
+        """Raises if a finished plan, its loops included, is not acceptable."""
+        ...
+
     def child(self, path: str) -> Planner:
         """Returns the planner of the loop body called `path` (`scan0`)."""
         ...
@@ -305,7 +309,10 @@ class StagedFunction:
             for path, (length, function) in loops.items()
             if function.last_plan is not None
         )
-        return Staged(joint, plan.with_loops(nested) if nested and not plan.loops else plan)
+        if nested and not plan.loops:
+            plan = plan.with_loops(nested)
+        self.planner.check(plan)
+        return Staged(joint, plan)
 
     @property
     def _input_avals(self) -> list[Any]:

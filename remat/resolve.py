@@ -66,14 +66,16 @@ class PolicyPlanner:
     budget: int | float | None = None
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
-        """Plans a graph.
+        """Plans a graph."""
+        return make_plan(graph, self.policy, barriers=barriers)
+
+    def check(self, plan: Plan) -> None:
+        """Holds a finished plan, its loops included, to the budget.
 
         Raises:
             BudgetError: the plan's simulated peak is above the budget.
         """
-        plan = make_plan(graph, self.policy, barriers=barriers)
         _hold(plan, self.budget)
-        return plan
 
     def child(self, path: str) -> PolicyPlanner:
         """A loop body is planned with the same policy; the budget is that of the whole function."""
@@ -100,9 +102,35 @@ class PlanPlanner:
             )
         return self.made
 
-    def child(self, path: str) -> PlanPlanner:
+    def check(self, plan: Plan) -> None:
+        """Nothing to hold: the plan was checked when it was made."""
+
+    def child(self, path: str) -> PlanPlanner | _Unplanned:
         """Returns the planner of a loop body."""
-        return PlanPlanner(self.made.loop(path))
+        found = [entry.plan for entry in self.made.loops if entry.path == path]
+        return PlanPlanner(found[0]) if found else _Unplanned(path)
+
+
+@dataclass(frozen=True)
+class _Unplanned:
+    """A loop that a plan has no part for: right as long as the loop is not differentiated."""
+
+    path: str
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Raises PlanError: the loop is differentiated after all."""
+        del graph, barriers
+        raise PlanError(
+            f"this plan was made for another function: loop {self.path!r} was not differentiated then and "
+            "is now. Differentiate the same arguments, or plan again with remat.plan(...)."
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Nothing to hold."""
+
+    def child(self, path: str) -> _Unplanned:
+        """A loop inside has no plan either."""
+        return _Unplanned(f"{self.path}/{path}")
 
 
 Resolved = Off | JaxPolicy | PolicyPlanner | PlanPlanner

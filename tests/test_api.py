@@ -210,6 +210,27 @@ def test_budget_that_is_not_met_is_an_error_with_the_peak_found() -> None:
         remat.checkpoint(loss, remat_policy="dots_saveable", budget=0.5)
 
 
+def test_plans_with_loops_that_are_not_differentiated() -> None:
+    def f(w: jax.Array, n: jax.Array) -> jax.Array:
+        steps = jax.lax.scan(lambda c, _: (c + 1, None), n, None, length=3)[0]
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c), None), w, None, length=3)[0].sum() * steps
+
+    plan = remat.plan(f, W, jnp.int32(1))
+    assert [entry.path for entry in plan.loops] == ["scan1"]
+    g = remat.checkpoint(f, remat_policy=plan)
+    np.testing.assert_allclose(jax.grad(g)(W, 1), jax.grad(f)(W, 1), rtol=1e-5)
+
+
+def test_a_budget_includes_the_working_memory_of_loops() -> None:
+    def f(w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ w, None), X, None, length=9)[0].sum()
+
+    peak = remat.plan(f, W).peak_bytes
+    assert remat.plan(f, W, budget=peak).peak_bytes == peak
+    with pytest.raises(remat.BudgetError, match="Smallest peak found"):
+        remat.plan(f, W, budget=peak - 1)
+
+
 def test_functions_without_anything_to_differentiate() -> None:
     with pytest.raises(remat.TraceError, match="results is differentiable"):
         remat.plan(lambda w: jnp.argmax(w), W)
