@@ -18,20 +18,13 @@ import jax.numpy as jnp
 
 import remat
 from models import gpt, lstm, mlp, resnet
+from models.cases import BLOCKS_LARGE
 from remat.policies import MinCut, Names
 
 __all__ = ["GROUPS", "Bound", "Group", "Row", "elementwise_gelu"]
 
 Function = Callable[..., jax.Array]
 POLICIES = jax.checkpoint_policies
-GPT_BLOCKS: dict[str, Any] = {
-    "batch": 8,
-    "length": 512,
-    "width": 768,
-    "heads": 12,
-    "dropout": 0.1,
-    "dtype": jnp.bfloat16,
-}
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ def gpt_scan() -> list[Row]:
         "full": _ours("full"),
     }
     return [
-        Row(label, *gpt.blocks_scanned(layers=12, wrap=wrap, **GPT_BLOCKS))
+        Row(label, *gpt.blocks_scanned(layers=12, wrap=wrap, **BLOCKS_LARGE))
         for label, wrap in wraps.items()
     ]
 
@@ -113,7 +106,7 @@ def gpt_unrolled() -> list[Row]:
         "min_cut, scores recomputed, per block": _ours(MinCut(heavy="batched")),
     }
     rows = [
-        Row(label, *gpt.blocks_unrolled(layers=8, wrap=wrap, **GPT_BLOCKS))
+        Row(label, *gpt.blocks_unrolled(layers=8, wrap=wrap, **BLOCKS_LARGE))
         for label, wrap in wraps.items()
     ]
     plain = rows[0]

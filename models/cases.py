@@ -38,7 +38,7 @@ SMALL_CASES: tuple[str, ...] = (
 )
 """The cases that run in seconds on a CPU."""
 
-_BLOCKS_LARGE: dict[str, Any] = {
+BLOCKS_LARGE: dict[str, Any] = {
     "batch": 8,
     "length": 512,
     "width": 768,
@@ -94,7 +94,7 @@ def gpt2_small_scan() -> Case:
 @_register
 def gpt_blocks_scan() -> Case:
     """12 GPT blocks under `lax.scan`, batch 8 x 512, width 768, bfloat16, dropout 0.1."""
-    return gpt.blocks_scanned(layers=12, **_BLOCKS_LARGE)
+    return gpt.blocks_scanned(layers=12, **BLOCKS_LARGE)
 
 
 @_register
@@ -106,7 +106,7 @@ def gpt_blocks_scan_small() -> Case:
 @_register
 def gpt_blocks_unrolled() -> Case:
     """8 unrolled GPT blocks, otherwise as `gpt_blocks_scan`."""
-    return gpt.blocks_unrolled(layers=8, **_BLOCKS_LARGE)
+    return gpt.blocks_unrolled(layers=8, **BLOCKS_LARGE)
 
 
 @_register

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _compat
-from remat.errors import BudgetError, PolicyError, TraceError
+from remat.errors import PolicyError, TraceError
 from remat.lower import StagedFunction
 from remat.plan import Plan
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
@@ -118,19 +118,21 @@ class _Wrapped:
         self,
         fun: Callable[..., Any],
         planner: PolicyPlanner | PlanPlanner,
-        static_argnums: frozenset[int],
-        static_argnames: frozenset[str],
-        barriers: bool,
-        inline_checkpoints: bool,
-        by_policy: bool,
+        static_argnums: int | Iterable[int],
+        static_argnames: str | Iterable[str],
+        prevent_cse: bool | Sequence[bool],
+        lowering: str,
+        nested_checkpoints: str,
     ) -> None:
         self.fun = fun
         self.planner = planner
-        self.static_argnums = static_argnums
-        self.static_argnames = static_argnames
-        self.barriers = barriers
-        self.inline_checkpoints = inline_checkpoints
-        self.by_policy = by_policy
+        self.static_argnums, self.static_argnames = _both_spellings(
+            fun, _numbers(static_argnums), _names(static_argnames)
+        )
+        # `prevent_cse` may be one flag or one per argument; a stage's barrier is all or nothing.
+        self.barriers = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+        self.inline_checkpoints = nested_checkpoints == "take_over"
+        self.by_policy = lowering == "policy"
         self.cache = _cache_of(fun)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -250,25 +252,16 @@ def checkpoint(
     resolved = resolve(chosen_policy(policy, remat_policy), budget)
     if isinstance(resolved, Off):
         return fun
-    nums = frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if isinstance(resolved, JaxPolicy):
         return _compat.jax_checkpoint(
             fun,
             policy=resolved.policy,
             prevent_cse=prevent_cse,
-            static_argnums=tuple(nums),
-            static_argnames=tuple(names),
+            static_argnums=tuple(_numbers(static_argnums)),
+            static_argnames=tuple(_names(static_argnames)),
         )
-    nums, named = _both_spellings(fun, nums, frozenset(names))
     wrapped = _Wrapped(
-        fun,
-        resolved,
-        nums,
-        named,
-        any_true(prevent_cse),
-        nested_checkpoints == "take_over",
-        lowering == "policy",
+        fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
     )
 
     @_named_like(fun)
@@ -279,9 +272,12 @@ def checkpoint(
     return rematted
 
 
-def any_true(flags: bool | Sequence[bool]) -> bool:
-    """`prevent_cse` may be one flag or one per argument; a stage's barrier is all or nothing."""
-    return flags if isinstance(flags, bool) else any(flags)
+def _numbers(static_argnums: int | Iterable[int]) -> frozenset[int]:
+    return frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
+
+
+def _names(static_argnames: str | Iterable[str]) -> frozenset[str]:
+    return frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
 
 
 def chosen_policy(policy: Any, remat_policy: Any) -> Any:
@@ -361,27 +357,16 @@ def plan(
     _check_options(lowering, nested_checkpoints)
     resolved = resolve(remat_policy, budget)
     if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
-        if budget is not None:
-            raise BudgetError(f"budget={budget!r} needs one of remat's own policies")
         raise PolicyError(
             f"remat_policy={remat_policy!r} makes no plan: it is jax's own or off. Use "
             "remat.compile_report to see what the compiler makes of it."
         )
-    nums = frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    nums, named = _both_spellings(fun, nums, frozenset(names))
     wrapped = _Wrapped(
-        fun,
-        resolved,
-        nums,
-        named,
-        any_true(prevent_cse),
-        nested_checkpoints == "take_over",
-        lowering == "policy",
+        fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
     )
     call = wrapped.flatten(args, kwargs)
     traced = wrapped.traced(call)
-    chosen = _differentiated(call, args, kwargs, argnums, nums)
+    chosen = _differentiated(call, args, argnums, wrapped.static_argnums)
     lifted = (False,) * len(traced.lifted)
     program = traced.function.primal
     flags = tuple(
@@ -395,7 +380,6 @@ def plan(
 def _differentiated(
     call: _Call,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     argnums: int | Sequence[int],
     static: frozenset[int],
 ) -> list[bool]:
