@@ -25,6 +25,7 @@ __all__ = [
     "checkpoint_name_of",
     "cotangent_of",
     "evaluate_equation",
+    "has_ordered_effects",
     "in_loop_body",
     "is_literal",
     "is_tracer",
@@ -37,6 +38,7 @@ __all__ = [
     "sub_jaxprs",
     "top_level_trace",
     "trace_context",
+    "uses_references",
     "varying_axes",
     "zeros_of",
 ]
@@ -100,9 +102,15 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
     return None
 
 
-def is_checkpoint(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `jax.checkpoint` region."""
-    return eqn.primitive.name in _CHECKPOINT_NAMES
+def uses_references(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes, reads or writes a mutable array (`jax.new_ref`)."""
+    variables = [*eqn.invars, *eqn.outvars]
+    return any(type(getattr(v, "aval", None)).__name__ == "AbstractRef" for v in variables)
+
+
+def has_ordered_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation's side effects have to happen in program order."""
+    return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:

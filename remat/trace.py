@@ -276,6 +276,9 @@ def trace_primal(
     """Traces a function of flat arrays to `(program, whatever the function returned second)`.
 
     `function(*args)` returns `(flat results, extra)`; `extra` (a tree structure, say) is handed back.
+
+    Raises:
+        TraceError: the function uses mutable arrays or ordered side effects.
     """
     extra: list[Any] = []
 
@@ -286,7 +289,26 @@ def trace_primal(
 
     closed = jax.make_jaxpr(flat)(*args)
     program = program_of(closed, inline_checkpoints=inline_checkpoints)
+    for equation in program.equations:
+        _check_supported(equation.source)
     return program, extra[-1]
+
+
+def _check_supported(eqn: Any) -> None:
+    where = _compat.source_of(eqn)
+    where = f" at {where}" if where else ""
+    if _compat.uses_references(eqn):
+        raise TraceError(
+            f"the function uses a mutable array ({eqn.primitive.name}{where}); a program that is split into "
+            "a forward and a backward part cannot. Compute with values inside the function, or wrap only "
+            "the parts around the reference."
+        )
+    if _compat.has_ordered_effects(eqn):
+        raise TraceError(
+            f"the function has an ordered side effect ({eqn.primitive.name}{where}); jax does not allow one "
+            "under differentiation with its own rule. Use ordered=False, or move the effect out of the "
+            "rematted function."
+        )
 
 
 def lift_tracers(program: Program) -> tuple[Program, tuple[Any, ...]]:

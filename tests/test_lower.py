@@ -342,3 +342,20 @@ def test_a_scalar_result_does_not_lose_its_barrier() -> None:
 
     text = str(jax.make_jaxpr(jax.grad(total))(jnp.ones((8, 16)), jnp.ones((3, 4, 8))))
     assert text.count("optimization_barrier") == 3
+
+
+def test_effects_that_cannot_be_planned_are_errors_with_advice() -> None:
+    def ordered(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return jnp.sum(jnp.sin(x))
+
+    with pytest.raises(remat.TraceError, match="ordered=False"):
+        jax.grad(remat.checkpoint(ordered))(jnp.ones(3))
+
+    def mutable(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] = jnp.sin(x)
+        return jnp.sum(ref[...])
+
+    with pytest.raises(remat.TraceError, match="mutable array"):
+        jax.grad(remat.checkpoint(mutable))(jnp.ones(3))
