@@ -46,7 +46,7 @@ __all__ = [
 JaxprEqn = Any
 
 # Names under which jax has shipped the same call-like primitives.
-_INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call"})
+_INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call", "eval_jaxpr"})
 _JIT_NAMES = frozenset({"jit", "pjit"})
 _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -136,11 +136,12 @@ def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
     if eqn.primitive.name != "scan":
         return None
     params: Mapping[str, Any] = eqn.params
-    body = params["jaxpr"] if "jaxpr" in params else params["body_jaxpr"]
-    num_consts = params["num_consts"] if "num_consts" in params else params["consts_count"]
-    num_carry = params["num_carry"] if "num_carry" in params else params["carry_count"]
+    if "ft_in" in params:  # jax 0.11
+        num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
     return ScanParts(
-        body=body,
+        body=params["jaxpr"],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params.get("unroll", 1),
