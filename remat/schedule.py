@@ -19,7 +19,7 @@ __all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
 # A chain of cheap operators up to this long is repeated in every stage that reads it instead of being kept
 # alive between the stages.
 _REDO_LIMIT = 24
-# The same between stages that repeat fusible operators only: there are few of them.
+# The same in a plan that repeats fusible operators only: its stages are few.
 _FUSED_REDO_LIMIT = 1000
 # How far above the bytes saved the memory of a joined stage may rise.
 _MERGE_SHARE = 0.06
@@ -215,8 +215,9 @@ class _Backward:
     def run(self) -> list[Step]:
         """Returns the steps of the whole backward pass."""
         stages = self._merged(self._stages())
+        heavy = any(stage.heavy for stage in stages)
         for stage in stages:
-            self._forget(_REDO_LIMIT if stage.heavy else _FUSED_REDO_LIMIT)
+            self._forget(_REDO_LIMIT if heavy else _FUSED_REDO_LIMIT)
             body = self._stage(stage.ops, last=stage is stages[-1])
             if stage.point is not None:
                 self._barrier(stage.point, body)
