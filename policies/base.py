@@ -68,7 +68,6 @@ def required_saves(graph: Graph, wanted: frozenset[int]) -> frozenset[int]:
         graph: a joint graph.
         wanted: forward values to keep if the backward pass reaches them.
     """
-    sources = {*graph.inputs, *graph.constants}
     saved: set[int] = set()
     seen: set[int] = set()
     todo = list(graph.backward_reads)
@@ -78,7 +77,7 @@ def required_saves(graph: Graph, wanted: frozenset[int]) -> frozenset[int]:
             continue
         seen.add(value)
         producer = graph.values[value].producer
-        if value in sources or producer is None:
+        if value in graph.sources or producer is None:
             continue
         op = graph.ops[producer]
         if value in wanted or not op.recomputable:

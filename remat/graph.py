@@ -172,6 +172,11 @@ class Graph:
         return frozenset(reads.difference(self.constants))
 
     @cached_property
+    def sources(self) -> frozenset[int]:
+        """Values that are there before anything is computed: inputs and constants."""
+        return frozenset((*self.inputs, *self.constants))
+
+    @cached_property
     def alive_anyway(self) -> frozenset[int]:
         """Values whose memory is the caller's: keeping one for the backward pass costs nothing more."""
         return frozenset((*self.inputs, *self.outputs)).difference(self.carried)
@@ -241,14 +246,14 @@ class Graph:
 
         graph = nx.DiGraph(multiplicity=self.multiplicity)
         roles = {
-            "input": self.inputs,
-            "cotangent": self.cotangents,
-            "output": self.outputs,
-            "gradient": self.gradients,
-            "constant": self.constants,
+            "input": set(self.inputs),
+            "cotangent": set(self.cotangents),
+            "output": set(self.outputs),
+            "gradient": set(self.gradients),
+            "constant": set(self.constants),
         }
         for value in self.values:
-            role = [name for name, ids in roles.items() if value.id in set(ids)]
+            role = [name for name, ids in roles.items() if value.id in ids]
             graph.add_node(("value", value.id), roles=tuple(role), **_fields(value))
         for op in self.ops:
             graph.add_node(("op", op.id), **_fields(op))

@@ -209,8 +209,8 @@ class _Residuals:
 class StagedFunction:
     """A function of flat arrays, planned when it is differentiated.
 
-    Calling it without differentiation runs the program as it is. `plans` maps the perturbation pattern and
-    the inputs' abstract values to the plan that was made for them.
+    Calling it without differentiation runs the program as it is. A plan is made once per perturbation pattern
+    and abstract values of the inputs; `last_plan` is the one used last.
     """
 
     def __init__(

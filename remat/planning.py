@@ -52,6 +52,7 @@ def plan_from_saved(
     kept = decision.saved | (graph.backward_reads & set(graph.inputs))
     schedule = build_schedule(graph, kept, barriers=barriers)
     replay = simulate(graph, schedule)
+    read_back = _read_back(graph, kept, schedule)
     baseline = _baseline(graph)
     chip = get_device(device)
     recomputed = _recomputed(graph, replay)
@@ -61,9 +62,9 @@ def plan_from_saved(
         status=decision.status,
         graph=graph,
         schedule=schedule,
-        saved=_saved(graph, _read_back(graph, kept, schedule)),
+        saved=_saved(graph, read_back),
         recomputed=recomputed,
-        saved_bytes=_kept_bytes(graph, _read_back(graph, kept, schedule)),
+        saved_bytes=_kept_bytes(graph, read_back),
         peak_bytes=replay.peak_bytes,
         recompute_flops=replay.recompute_flops,
         recompute_seconds=sum(
@@ -126,11 +127,11 @@ def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
 
 
 def _why(graph: Graph, value: int) -> str:
-    if value in graph.carried:
-        return "the loop's carry: one iteration's input"
-    if graph.values[value].producer is None:
-        return "an argument: alive anyway"
-    op = graph.ops[graph.values[value].producer or 0]
+    producer = graph.values[value].producer
+    if producer is None:
+        carried = value in graph.carried
+        return "the loop's carry: one iteration's input" if carried else "an argument: alive anyway"
+    op = graph.ops[producer]
     if op.loop is not None:
         return f"kept by the plan of {op.loop}, once per iteration"
     if not op.recomputable:

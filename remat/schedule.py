@@ -137,7 +137,8 @@ def _pins(graph: Graph) -> dict[int, Step]:
     a cast of weights, wrong for a causal mask broadcast to the size of the attention scores, which
     would then be read from memory in every iteration instead of being made in registers.
     """
-    varying = [v for v in graph.inputs if v not in set(graph.invariant)]
+    invariant = set(graph.invariant)
+    varying = [v for v in graph.inputs if v not in invariant]
     anchors = [v for v in varying if graph.values[v].differentiable] or varying
     if not anchors:
         return {}
@@ -157,7 +158,7 @@ def _pins(graph: Graph) -> dict[int, Step]:
 
 
 def _forward_steps(graph: Graph, saved: set[int], pins: dict[int, Step]) -> list[Step]:
-    sources = {*graph.inputs, *graph.constants}
+    sources = graph.sources
     needed = _closure(graph, (*graph.outputs, *saved), sources)
     effects = [op.id for op in graph.forward_ops() if op.effectful]
     needed |= set(effects) | _closure(
@@ -206,7 +207,7 @@ class _Backward:
     def __init__(self, graph: Graph, saved: set[int], barriers: bool) -> None:
         self.graph = graph
         self.saved = saved
-        self.sources = {*graph.inputs, *graph.constants}
+        self.sources = graph.sources
         self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
         self.ready: set[int] = set()  # forward values that are there
         self.fixed = self.saved | self.sources
@@ -374,9 +375,9 @@ def _read_first(graph: Graph, body: list[Step]) -> tuple[set[int], set[int]]:
 
 def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
     """Inserts a `free` after the last read of every computed value, and `drop` of encoded forms."""
-    held = {*graph.inputs, *graph.constants, *graph.cotangents, *graph.outputs, *graph.gradients}
+    held = {*graph.sources, *graph.cotangents, *graph.outputs, *graph.gradients}
     turn = next(i for i, step in enumerate(steps) if step.action == "turn")
-    encoded = {v for v in saved if v not in graph.inputs and form_of(graph.values[v]) != "raw"}
+    encoded = {v for v in saved if v not in graph.sources and form_of(graph.values[v]) != "raw"}
     kept_raw = saved - encoded
     out: list[list[Step]] = [[step] for step in steps]
     wanted: set[int] = set()  # values read later
