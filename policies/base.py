@@ -20,12 +20,15 @@ class Decision:
         status: `optimal` only with a certificate whose gap is zero.
         certificate: evidence for the status.
         notes: what the reader of the plan should know.
+        order: the backward pass as operator ids, forward operators where they run again included (see
+            `remat.schedule.build_schedule`); None repeats them when the backward pass first needs them.
     """
 
     saved: frozenset[int]
     status: Status = "heuristic"
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
+    order: tuple[int, ...] | None = None
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ def plan_from_saved(
     """Turns a saved set into a plan: schedule, replay, statistics."""
     start = time.perf_counter() if start is None else start
     kept = decision.saved | (graph.backward_reads & set(graph.inputs))
-    schedule = build_schedule(graph, kept, barriers=barriers)
+    schedule = build_schedule(graph, kept, barriers=barriers, order=decision.order)
     replay = simulate(graph, schedule)
     read_back = _read_back(graph, kept, schedule)
     baseline = _baseline(graph)

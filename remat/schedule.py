@@ -8,7 +8,7 @@ alive there, so that XLA can neither start its recomputation earlier nor merge i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from remat.graph import Graph, Op
@@ -44,7 +44,11 @@ class StagePoint:
 
 @dataclass
 class _Stage:
-    """A part of the backward pass under one barrier, while the schedule is being built."""
+    """A part of the backward pass under one barrier, while the schedule is being built.
+
+    `ops` are its backward operators and those forward operators that it repeats because an order says so;
+    what else it needs is found on demand.
+    """
 
     point: StagePoint | None
     ops: list[Op]
@@ -113,12 +117,21 @@ def _worth_tying(graph: Graph, op: Op, value: int) -> bool:
     return op.id == users[0].id and (len(users) > 1 or not users[0].fusible)
 
 
-def build_schedule(graph: Graph, saved: Collection[int], *, barriers: bool = True) -> Schedule:
+def build_schedule(
+    graph: Graph,
+    saved: Collection[int],
+    *,
+    barriers: bool = True,
+    order: Sequence[int] | None = None,
+) -> Schedule:
     """Returns the schedule that keeps exactly `saved` and recomputes the rest on demand.
 
     Args:
         graph: a joint graph.
         saved: forward values to keep; inputs among them are read where they are.
+        order: the backward pass as operator ids: every backward operator once, and forward operators where
+            they run again, as often as they do. Operators that XLA fuses may be left out: they run again
+            in every stage that reads them. None repeats an operator when the backward pass first needs it.
         barriers: tie recomputation to the backward pass; not needed inside a loop body, where the
             loop already separates forward from backward. There, large values that are the same in
             every iteration are kept from being hoisted out of the loop instead.
@@ -126,7 +139,7 @@ def build_schedule(graph: Graph, saved: Collection[int], *, barriers: bool = Tru
     pins = {} if barriers else _pins(graph)
     steps = _forward_steps(graph, set(saved), pins)
     steps.append(Step("turn"))
-    steps += _Backward(graph, set(saved), barriers).run()
+    steps += _Backward(graph, set(saved), barriers, order).run()
     return Schedule(tuple(_with_frees(graph, steps, set(saved))))
 
 
@@ -202,12 +215,20 @@ def _drawn(graph: Graph, value: int, depth: int = 12) -> bool:
 
 
 class _Backward:
-    """Emits the backward steps, recomputing on demand."""
+    """Emits the backward steps, recomputing in a given order or on demand."""
 
-    def __init__(self, graph: Graph, saved: set[int], barriers: bool) -> None:
+    def __init__(
+        self, graph: Graph, saved: set[int], barriers: bool, order: Sequence[int] | None
+    ) -> None:
         self.graph = graph
         self.saved = saved
         self.sources = graph.sources
+        self.barriers = barriers
+        self.ordered = order is not None
+        ids = (op.id for op in graph.backward_ops()) if order is None else order
+        self.ops = [graph.ops[index] for index in ids]
+        repeated = {v for op in self.ops if op.phase == "forward" for v in op.outputs}
+        self.explicit = repeated  # values that the order makes again
         self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
         self.ready: set[int] = set()  # forward values that are there
         self.fixed = self.saved | self.sources
@@ -218,7 +239,10 @@ class _Backward:
         stages = self._merged(self._stages())
         heavy = any(stage.heavy for stage in stages)
         for stage in stages:
-            self._forget(_REDO_LIMIT if heavy else _FUSED_REDO_LIMIT)
+            if self.ordered:
+                self.ready &= self.explicit | self.saved
+            else:
+                self._forget(_REDO_LIMIT if heavy else _FUSED_REDO_LIMIT)
             body = self._stage(stage.ops, last=stage is stages[-1])
             if stage.point is not None:
                 self._barrier(stage.point, body)
@@ -265,31 +289,57 @@ class _Backward:
         forward, graph = self.graph.forward_values, self.graph
         kept = self.saved - self.sources
         reads = {v for op in stage.ops for v in op.inputs if forward[v]}
-        again = _closure(graph, reads, self.fixed)
+        explicit = {op.id for op in stage.ops if op.phase == "forward"}
+        stop = _Either(self.fixed, self.explicit) if self.ordered else self.fixed
+        again = explicit | _closure(graph, reads, stop)
         written = {v for op in stage.ops if not op.fusible for v in op.inputs if forward[v]}
+        written.update(v for op in explicit for v in graph.ops[op].outputs)
         stage.nbytes = sum(graph.values[v].nbytes for v in written - self.saved - self.sources)
         heavy = {op for op in again if graph.ops[op].heavy}
-        stage.heavy = not heavy <= done
+        stage.heavy = not heavy <= done or not heavy.isdisjoint(explicit)
         done |= heavy
         stage.kept_reads = (reads | {v for op in again for v in graph.ops[op].inputs}) & kept
 
     def _stages(self) -> list[_Stage]:
         stages = [_Stage(None, [])]
-        for op in self.graph.backward_ops():
+        alive = _Alive(self.graph)
+        again: list[Op] = []  # repeated operators that belong to the backward operator after them
+        for op in self.ops:
+            if op.phase == "forward":
+                again.append(op)
+                continue
             point = self.points.get(op.id)
+            if point is None and self.barriers and any(x.heavy for x in again):
+                anchor = alive.anchor()
+                point = None if anchor is None else StagePoint(op.id, (anchor,))
             if point is not None:
                 stages.append(_Stage(point, []))
-            stages[-1].ops.append(op)
+            stages[-1].ops += [*again, op]
+            again = []
+            alive.run(op)
+        stages[-1].ops += again  # for gradients that are forward values
         return [stage for stage in stages if stage.ops] or stages
 
     def _stage(self, ops: list[Op], last: bool) -> list[Step]:
         body: list[Step] = []
         for op in ops:
-            self._require(op.inputs, body)
-            body.append(Step("compute", op.id))
+            if op.phase == "forward":
+                self._again(op, body)
+            else:
+                self._require(op.inputs, body)
+                body.append(Step("compute", op.id))
         if last:
             self._require(self.graph.gradients, body)
         return body
+
+    def _again(self, op: Op, body: list[Step]) -> None:
+        """Runs a forward operator, also one whose result is there: the older copy is dropped."""
+        self._require(op.inputs, body)
+        body.append(Step("compute", op.id))
+        self.ready.update(op.outputs)
+        for value in op.outputs:
+            if _through_bits(self.graph, value):
+                body += [Step("encode", value), Step("decode", value)]
 
     def _forget(self, limit: int) -> None:
         """Between stages drop what is cheap to compute again, so that it is not kept alive."""
@@ -313,15 +363,7 @@ class _Backward:
         order = sorted(_closure(self.graph, missing, _Either(self.ready, self.fixed)))
         for index in order:
             op = self.graph.ops[index]
-            for value in op.inputs:
-                if value in self.saved and value not in self.ready and self._encoded(value):
-                    body.append(Step("decode", value))
-                    self.ready.add(value)
-            body.append(Step("compute", index))
-            self.ready.update(op.outputs)
-            for value in op.outputs:
-                if _through_bits(self.graph, value):
-                    body += [Step("encode", value), Step("decode", value)]
+            self._again(op, body)
 
     def _encoded(self, value: int) -> bool:
         return value not in self.sources and form_of(self.graph.values[value]) != "raw"
@@ -342,8 +384,9 @@ class _Backward:
         if not again and not decoded:
             return
         tied = set(decoded)
+        held = _Either(self.saved, self.explicit)
         for op in again:
-            kept = (v for v in op.inputs if v in self.saved and v not in self.sources)
+            kept = (v for v in op.inputs if v in held and v not in self.sources)
             tied.update(v for v in kept if v in there)
         tainted = set(tied)
         for op in again:
@@ -354,6 +397,36 @@ class _Backward:
                 tainted.update(op.outputs)
         if tied:
             self.steps.append(Step("barrier", values=(*sorted(tied), *point.frontier)))
+
+
+class _Alive:
+    """Backward values alive at a place in the backward pass, oldest first."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.last: dict[int, int] = {}
+        for op in graph.backward_ops():
+            for value in op.inputs:
+                if not graph.forward_values[value]:
+                    self.last[value] = op.id
+        self.values = dict.fromkeys(v for v in graph.cotangents if v in self.last)
+
+    def run(self, op: Op) -> None:
+        """Moves past a backward operator."""
+        for value in op.inputs:
+            if self.last.get(value) == op.id:
+                self.values.pop(value, None)
+        self.values.update((v, None) for v in op.outputs if v in self.last)
+
+    def anchor(self) -> int | None:
+        """Returns the youngest alive value that becomes a buffer anyway: a barrier on it costs no fusion."""
+        youngest = None
+        for value in reversed(self.values):
+            youngest = value if youngest is None else youngest
+            users = self.graph.users[value]
+            if len(users) > 1 or any(not self.graph.ops[u].fusible for u in users):
+                return value
+        return youngest
 
 
 def _read_first(graph: Graph, body: list[Step]) -> tuple[set[int], set[int]]:

@@ -1,0 +1,286 @@
+"""From a joint graph to the scheduling problem XLA really has: one node per buffer that is written.
+
+A value that XLA fuses away is never a buffer; keeping it or not is no question. So the graph is coarsened
+before it is scheduled: a *node* is an operator whose result becomes a buffer together with the fusible
+operators that feed it, and it reads the buffers those read. What becomes a buffer:
+
+* the result of an operator that does not fuse, of a reduction, and of an operator that may not run again;
+* what an operator that does not fuse reads;
+* a result of the function or a gradient (the caller's memory: it costs nothing here);
+* a fused value that several kernels read and that costs more reads to make than it has bytes (the sum of a
+  residual connection): XLA writes it once instead of making it again in every reader;
+* a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance).
+
+Coarsening loses plans in which another fused value is kept; the cut of `min_cut` finds those worth it.
+A node's cost is the roofline time of its kernel: arithmetic, or the buffers it reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from remat.cost import hlo_type
+from remat.devices import Device, get_device
+from remat.graph import Graph, Op
+from remat.plan import stored_bytes
+from remat.policies.min_cut import MinCut
+from remat.policies.problem import Problem, replay
+
+__all__ = ["Condensed", "Objective", "condense"]
+
+Objective = Literal["seconds", "flops"]
+
+
+@dataclass(frozen=True, eq=False)
+class Condensed:
+    """A joint graph as a scheduling problem.
+
+    Attributes:
+        graph: the joint graph.
+        problem: one node per kernel; forward nodes first.
+        roots: for every node the operator whose result is the buffer.
+        node_of: node by value id, for the values that are buffers.
+        fused: for every node the other operators it runs, in order of execution.
+    """
+
+    graph: Graph
+    problem: Problem
+    roots: tuple[int, ...]
+    node_of: Mapping[int, int]
+    fused: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def values_of(self) -> tuple[tuple[int, ...], ...]:
+        """For every node its buffers."""
+        found: list[list[int]] = [[] for _ in self.roots]
+        for value, node in self.node_of.items():
+            found[node].append(value)
+        return tuple(map(tuple, found))
+
+    def backward_order(self, sequence: Sequence[int]) -> tuple[int, ...]:
+        """Returns the operators of a sequence's backward pass: repeated roots and backward roots."""
+        seen: set[int] = set()
+        order: list[int] = []
+        for node in sequence:
+            if node >= self.problem.turn or node in seen:
+                order.append(self.roots[node])
+            seen.add(node)
+        return tuple(order)
+
+    def saved(self, sequence: Sequence[int]) -> frozenset[int]:
+        """Returns the forward values that are alive at the turn because the backward pass reads them."""
+        made_again: set[int] = set()
+        kept: set[int] = set()
+        seen: set[int] = set()
+        for node in sequence:
+            first = node not in seen
+            seen.add(node)
+            if first and node < self.problem.turn:
+                continue
+            for read in self.problem.inputs[node]:
+                if read < self.problem.turn and read not in made_again:
+                    kept.add(read)
+            if not first:
+                made_again.add(node)
+        return frozenset(v for node in kept for v in self.values_of[node])
+
+    def sequence_of(self, saved: frozenset[int]) -> list[int]:
+        """Returns the sequence that keeps the nodes of `saved` and recomputes the rest, as late as possible.
+
+        A recomputed node is dropped after its last reader in a row: it runs again if more than one node that
+        is not part of its own recomputation lies between two of its readers... see `_Lazy`.
+        """
+        return _on_demand(self.problem, {self.node_of[v] for v in saved if v in self.node_of})
+
+
+def _on_demand(problem: Problem, kept: set[int]) -> list[int]:
+    """Keeps `kept` across the turn and recomputes everything else once, when it is first read."""
+    turn = problem.turn
+    sequence = list(range(turn))
+    there = {n for n in range(turn) if n in kept or not problem.repeatable[n]}
+    for node in range(turn, len(problem)):
+        missing: set[int] = set()
+        todo = [r for r in problem.inputs[node] if r < turn and r not in there]
+        while todo:
+            read = todo.pop()
+            if read not in missing:
+                missing.add(read)
+                todo += [r for r in problem.inputs[read] if r not in there]
+        sequence += sorted(missing)
+        there |= missing
+        sequence.append(node)
+    return sequence
+
+
+def condense(
+    graph: Graph,
+    *,
+    device: str = "h200",
+    objective: Objective = "seconds",
+    op_seconds: Mapping[int, float] | None = None,
+    workspace: Mapping[int, int] | None = None,
+) -> Condensed:
+    """Coarsens a joint graph; see the module docstring.
+
+    Args:
+        graph: a joint graph.
+        device: whose roofline prices the nodes.
+        objective: `seconds`, or `flops` for the operations alone.
+        op_seconds: measured seconds of single operators, by operator id, used where they are larger than the
+            arithmetic of the roofline; see `remat.cost.measure`.
+        workspace: extra bytes while an operator runs, by operator id (the body of a loop).
+    """
+    live = _live_ops(graph)
+    buffers = _buffers(graph, live)
+    chip = get_device(device)
+    forward = [op for op in graph.forward_ops() if op.id in live]
+    backward = [op for op in graph.backward_ops() if op.id in live]
+    rooted = [op for op in (*forward, *backward) if op.effectful or buffers.intersection(op.outputs)]
+    node_of = {v: i for i, op in enumerate(rooted) for v in op.outputs if v in buffers}
+    turn = sum(op.phase == "forward" for op in rooted)
+    inputs: list[list[int]] = []
+    fused: list[tuple[int, ...]] = []
+    for op in rooted:
+        inside, reads = _kernel(graph, op, node_of)
+        inputs.append(sorted({node_of[v] for v in reads if v in node_of}))
+        fused.append(tuple(sorted(inside)))
+    free = {*graph.alive_anyway, *graph.gradients}
+    kept_bytes = [
+        sum(stored_bytes(graph.values[v]) for v in op.outputs if v in buffers and v not in free)
+        for op in rooted
+    ]
+    price = _Price(graph, chip, objective, op_seconds or {})
+    costs = [price(op, fused[i]) for i, op in enumerate(rooted)]
+    problem = Problem.of(
+        costs,
+        kept_bytes,
+        inputs,
+        repeatable=[op.phase == "forward" and op.recomputable for op in rooted],
+        turn=turn,
+        workspace=[(workspace or {}).get(op.id, 0) for op in rooted] if workspace else None,
+    )
+    return Condensed(graph, problem, tuple(op.id for op in rooted), node_of, tuple(fused))
+
+
+def _live_ops(graph: Graph) -> set[int]:
+    """Operators that a result, a gradient or a side effect needs; XLA deletes the others."""
+    live = {op.id for op in graph.ops if op.effectful}
+    todo = [v for op in live for v in graph.ops[op].inputs]
+    todo += [*graph.outputs, *graph.gradients]
+    while todo:
+        producer = graph.values[todo.pop()].producer
+        if producer is not None and producer not in live:
+            live.add(producer)
+            todo += graph.ops[producer].inputs
+    return live
+
+
+def _buffers(graph: Graph, live: set[int]) -> set[int]:
+    roots = {*graph.outputs, *graph.gradients}
+    worth_keeping: set[int] = set()
+    for policy in (MinCut(), MinCut(heavy="roofline", random="cheap")):
+        worth_keeping |= policy.decide(graph).saved
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.id not in live:
+            continue
+        own = not op.fusible or op.kind == "REDUCTION" or not op.recomputable
+        for value in op.outputs:
+            users = [u for u in graph.users[value] if u in live]
+            read = any(not graph.ops[u].fusible for u in users)
+            wanted = value in roots or value in worth_keeping
+            if wanted or ((own or read) and users):
+                found.add(value)
+    return found | _shared(graph, live, found)
+
+
+def _shared(graph: Graph, live: set[int], buffers: set[int]) -> set[int]:
+    """Fused values that several kernels read and that take more reads than they have bytes."""
+    readers: dict[int, frozenset[int]] = {}  # of every fused value, at most two kernels
+    for op in reversed(graph.ops):
+        for value in op.outputs:
+            if op.id not in live or value in buffers:
+                continue
+            kernels: set[int] = set()
+            for user in graph.users[value]:
+                # The other phase reads what is kept, or makes the value again: that is the plan's choice.
+                same = graph.ops[user].phase == op.phase
+                if user in live and same and len(kernels) < 2:
+                    ends = [v for v in graph.ops[user].outputs if v in buffers]
+                    kernels.update(ends[:1])
+                    for v in graph.ops[user].outputs:
+                        kernels |= readers.get(v, frozenset())
+            readers[value] = frozenset(sorted(kernels)[:2])
+    found: set[int] = set()
+    reads: dict[int, frozenset[int]] = {}  # buffers that a fused value is made of
+    for op in graph.ops:
+        if op.id not in live:
+            continue
+        sources: set[int] = set()
+        for value in op.inputs:
+            producer = graph.values[value].producer
+            whole = value in buffers or value in found or producer is None
+            sources |= {value} if whole else reads.get(value, frozenset())
+        for value in op.outputs:
+            if value in buffers:
+                continue
+            size = graph.values[value].nbytes
+            read_bytes = sum(min(graph.values[v].nbytes, size) for v in sources)
+            if len(readers.get(value, ())) > 1 and 2 * read_bytes > 3 * size > 0:
+                found.add(value)
+            else:
+                reads[value] = frozenset(sources)
+    return found
+
+
+def _kernel(graph: Graph, op: Op, node_of: Mapping[int, int]) -> tuple[set[int], set[int]]:
+    """The operators fused into a node's root, and the values the kernel reads."""
+    inside: set[int] = set()
+    reads: set[int] = set()
+    todo = list(op.inputs)
+    while todo:
+        value = todo.pop()
+        producer = graph.values[value].producer
+        if value in node_of or producer is None:
+            reads.add(value)
+        elif producer not in inside:
+            inside.add(producer)
+            todo += graph.ops[producer].inputs
+    return inside, reads
+
+
+class _Price:
+    """Cost of running a node."""
+
+    def __init__(
+        self, graph: Graph, device: Device, objective: Objective, seconds: Mapping[int, float]
+    ) -> None:
+        self.graph = graph
+        self.device = device
+        self.objective = objective
+        self.seconds = seconds
+
+    def __call__(self, op: Op, fused: Sequence[int]) -> float:
+        graph, device = self.graph, self.device
+        flops = sum(graph.ops[index].flops for index in fused)
+        if self.objective == "flops":
+            return float(flops + op.flops)
+        if op.id in self.seconds:
+            return self.seconds[op.id]
+        vector = device.matmul_flops_per_second("bf16") / 16
+        compute = flops / vector
+        if op.heavy:
+            dtype = hlo_type(graph.values[op.outputs[0]].dtype) if op.outputs else "f32"
+            compute += op.flops / device.matmul_flops_per_second(dtype)
+        else:
+            compute += op.flops / vector
+        own = {op.id, *fused}
+        read = {
+            v for index in own for v in graph.ops[index].inputs
+            if graph.values[v].producer not in own
+        }  # fmt: skip
+        moved = sum(stored_bytes(graph.values[v]) for v in (*read, *op.outputs))
+        return max(compute, moved / device.memory_bytes_per_second)
