@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from remat.graph import Graph
 from remat.plan import Certificate, Status
 
-__all__ = ["Decision", "Policy", "describe_options", "required_saves"]
+__all__ = ["BudgetPolicy", "Decision", "Policy", "describe_options", "required_saves"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,25 @@ class Policy(Protocol):
 
     def decide(self, graph: Graph) -> Decision:
         """Returns which forward values of `graph` to keep for its backward pass."""
+        ...
+
+
+@runtime_checkable
+class BudgetPolicy(Protocol):
+    """A policy that can plan within a budget."""
+
+    name: ClassVar[str]
+
+    def decide(self, graph: Graph) -> Decision:
+        """Returns the decision without a budget."""
+        ...
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns a decision whose sequence of buffers peaks at no more than `budget_bytes`.
+
+        Raises:
+            BudgetError: none was found; the message has the smallest peak found and what forces it.
+        """
         ...
 
 

@@ -27,7 +27,7 @@ from remat.devices import Device, get_device
 from remat.graph import Graph, Op
 from remat.plan import stored_bytes
 from remat.policies.min_cut import MinCut
-from remat.policies.problem import Problem, replay
+from remat.policies.problem import Problem
 
 __all__ = ["Condensed", "Objective", "condense"]
 

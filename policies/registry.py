@@ -7,6 +7,7 @@ from collections.abc import Callable
 from remat.errors import PolicyError, nearest
 from remat.policies.base import Policy
 from remat.policies.full import Full
+from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
 from remat.policies.names import Names
 from remat.policies.none import SaveAll
@@ -18,6 +19,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
     "names": Names,
     "min_cut": MinCut,
+    "ilp": Ilp,
 }
 
 

@@ -38,6 +38,14 @@ __all__ = ["Planner", "Staged", "StagedFunction"]
 class Planner(Protocol):
     """Makes the plan of one room: a function, or the body of a loop in it."""
 
+    def begin(self) -> Planner:
+        """Returns the planner of one function and its loops; it may remember what it has seen."""
+        ...
+
+    def again(self, plan: Plan) -> bool:
+        """Whether to trace and plan once more, having seen a plan with its loops."""
+        ...
+
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a joint graph."""
         ...
@@ -48,6 +56,14 @@ class Planner(Protocol):
 
     def child(self, path: str) -> Planner:
         """Returns the planner of the loop body called `path` (`scan0`)."""
+        ...
+
+    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+        """Raises if the plans that the loops ended up with are not those that were meant.
+
+        jax traces a loop's body several times until it knows which carried values are differentiated, and
+        every time the body is planned; only the last plan counts.
+        """
         ...
 
 
@@ -276,13 +292,24 @@ class StagedFunction:
         return found
 
     def _plan(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
+        planner = self.planner.begin()
+        while True:
+            staged = self._plan_once(inputs, perturbed, planner)
+            if not planner.again(staged.plan):
+                break
+        planner.check(staged.plan)
+        return staged
+
+    def _plan_once(
+        self, inputs: Sequence[Any], perturbed: tuple[bool, ...], planner: Planner
+    ) -> Staged:
         loops: dict[str, tuple[int, StagedFunction]] = {}
 
         def loop(path: str, _: Any, parts: _compat.ScanParts, operands: Sequence[Any]) -> Any:
             body = program_of(parts.body, inline_checkpoints=self.inline_checkpoints)
             function = StagedFunction(
                 body,
-                self.planner.child(path),
+                planner.child(path),
                 barriers=False,
                 inline_checkpoints=self.inline_checkpoints,
                 multiplicity=parts.length,
@@ -303,15 +330,15 @@ class StagedFunction:
             num_invariant=self.num_invariant,
             num_carried=self.num_carried,
         )
-        plan = self.planner.plan(joint.graph, barriers=self.barriers)
+        plan = planner.plan(joint.graph, barriers=self.barriers)
         nested = tuple(
             LoopPlan(path, length, function.last_plan)
             for path, (length, function) in loops.items()
             if function.last_plan is not None
         )
+        planner.confirm(nested)
         if nested and not plan.loops:
             plan = plan.with_loops(nested)
-        self.planner.check(plan)
         return Staged(joint, plan)
 
     @property

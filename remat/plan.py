@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +33,6 @@ __all__ = [
 
 Form = Literal["raw", "bits"]
 Status = Literal["optimal", "feasible", "heuristic"]
-FORMAT_VERSION = 1
 
 
 def primal_name(primal: int) -> str:
@@ -189,6 +187,7 @@ class Plan:
         loops: plans of the loop bodies.
         opaque: operators the planner could not look into, each with what it did about it.
         device: device whose roofline the estimates use.
+        budget_bytes: the budget the plan was made for, None if there was none.
     """
 
     policy_name: str
@@ -209,6 +208,7 @@ class Plan:
     opaque: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     device: str = "h200"
+    budget_bytes: int | None = None
     solve_seconds: float = field(default=0.0, compare=False)
 
     def __hash__(self) -> int:
@@ -329,88 +329,50 @@ class Plan:
         return graph
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as JSON-ready data."""
-        plain = {name: getattr(self, name) for name in _PLAIN_FIELDS}
-        return {
-            "format": "remat.plan",
-            "version": FORMAT_VERSION,
-            **plain,
-            "graph": self.graph.to_dict(),
-            "steps": [[s.action, s.target, list(s.values)] for s in self.schedule.steps],
-            "saved": [asdict(entry) for entry in self.saved],
-            "recomputed": [asdict(entry) for entry in self.recomputed],
-            "certificate": asdict(self.certificate) if self.certificate else None,
-            "loops": [
-                {"path": x.path, "length": x.length, "plan": x.plan.to_dict()} for x in self.loops
-            ],
-        }
+        """Returns the plan as JSON-ready data; see `remat.plan_file`.
+
+        Raises:
+            PlanError: a field holds something of another type than it should.
+        """
+        from remat.plan_file import plan_to_data
+
+        return plan_to_data(self)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the plan as a JSON document, and writes it to `path` if one is given."""
-        text = json.dumps(self.to_dict())
-        if path is not None:
-            Path(path).write_text(text)
-        return text
+        """Returns the plan as a JSON document, and writes it to `path` if one is given.
+
+        Equal plans give equal lines but for the last, which holds the seconds spent planning, the versions of
+        remat and jax and, in a file, the date. A file that holds an equal plan already is left as it is.
+
+        Raises:
+            PlanError: as `to_dict`.
+            OSError: the file cannot be written.
+        """
+        from remat.plan_file import dump_plan, write_plan
+
+        return dump_plan(self) if path is None else write_plan(self, path)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """Inverse of `to_dict`.
 
         Raises:
-            PlanError: the document is not a plan, or of a version this `remat` does not know.
+            PlanError: the document is not a plan, of a version this `remat` does not know, or damaged.
         """
-        if not isinstance(data, Mapping):
-            raise PlanError(
-                f"not a plan: the document is a {type(data).__name__}, expected an object"
-            )
-        if data.get("format") != "remat.plan" or data.get("version") != FORMAT_VERSION:
-            raise PlanError(
-                f"not a plan this version of remat can read: format {data.get('format')!r}, version "
-                f"{data.get('version')!r}; expected 'remat.plan', version {FORMAT_VERSION}. Make the "
-                "plan again with remat.plan(...)."
-            )
-        certificate = data["certificate"]
-        plain = {name: _tuples(data[name]) for name in _PLAIN_FIELDS}
-        return cls(
-            **plain,
-            graph=Graph.from_dict(data["graph"]),
-            schedule=Schedule(tuple(Step(a, t, tuple(v)) for a, t, v in data["steps"])),
-            saved=tuple(
-                Saved(**{**entry, "tags": tuple(entry["tags"])}) for entry in data["saved"]
-            ),
-            recomputed=tuple(Recomputed(**entry) for entry in data["recomputed"]),
-            certificate=Certificate(**certificate) if certificate else None,
-            loops=tuple(
-                LoopPlan(x["path"], x["length"], cls.from_dict(x["plan"])) for x in data["loops"]
-            ),
-        )
+        from remat.plan_file import plan_from_data
+
+        return plan_from_data(data)
 
     @classmethod
     def from_json(cls, text_or_path: str | Path) -> Plan:
         """Reads a plan from a JSON document or from the path of one.
 
         Raises:
-            PlanError: neither a JSON document nor a readable file.
+            PlanError: neither a JSON document nor a readable file, or as `from_dict`.
         """
-        text = str(text_or_path)
-        if not text.lstrip().startswith("{"):
-            try:
-                text = Path(text_or_path).read_text()
-            except (OSError, ValueError) as error:
-                raise PlanError(
-                    f"cannot read a plan from {str(text_or_path)!r}: {error}; expected the path of a "
-                    "file written by plan.to_json(path)"
-                ) from error
-        try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise PlanError(f"the plan file is not JSON: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(
-                f"the plan is damaged: {error!r}; make it again with remat.plan(...)"
-            ) from error
+        from remat.plan_file import read_plan
+
+        return read_plan(text_or_path)
 
     def digest(self) -> str:
         """Returns a short hash of the decisions: graph, kept values and order of execution."""
@@ -422,24 +384,3 @@ class Plan:
         from remat.report import describe
 
         return describe(self)
-
-
-_PLAIN_FIELDS = (
-    "policy_name",
-    "options",
-    "status",
-    "saved_bytes",
-    "peak_bytes",
-    "recompute_flops",
-    "recompute_seconds",
-    "baseline_saved_bytes",
-    "baseline_peak_bytes",
-    "opaque",
-    "notes",
-    "device",
-    "solve_seconds",
-)
-
-
-def _tuples(item: Any) -> Any:
-    return tuple(item) if isinstance(item, list) else item

@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 
+from remat.budget import BudgetSession, hold, limit_bytes
 from remat.errors import BudgetError, PlanError, PolicyError
 from remat.graph import Graph
-from remat.plan import Plan
+from remat.plan import LoopPlan, Plan
 from remat.planning import make_plan
-from remat.policies import POLICIES, Policy, get_policy
+from remat.policies import POLICIES, Full, Policy, get_policy
+from remat.policies.base import BudgetPolicy
 
 __all__ = [
     "JaxPolicy",
@@ -65,6 +67,17 @@ class PolicyPlanner:
     policy: Policy
     budget: int | float | None = None
 
+    def begin(self) -> PolicyPlanner | BudgetSession:
+        """Returns a new session if there is a budget and the policy can plan within one."""
+        if self.budget is not None and isinstance(self.policy, BudgetPolicy):
+            return BudgetSession(self.policy, self.budget)
+        return self
+
+    def again(self, plan: Plan) -> bool:
+        """One plan is enough."""
+        del plan
+        return False
+
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a graph."""
         return make_plan(graph, self.policy, barriers=barriers)
@@ -75,12 +88,17 @@ class PolicyPlanner:
         Raises:
             BudgetError: the plan's simulated peak is above the budget.
         """
-        _hold(plan, self.budget)
+        if self.budget is not None:
+            hold(plan, limit_bytes(self.budget, plan.baseline_peak_bytes))
 
     def child(self, path: str) -> PolicyPlanner:
         """A loop body is planned with the same policy; the budget is that of the whole function."""
         del path
         return PolicyPlanner(self.policy)
+
+    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+        """Whatever the loops were planned to is right."""
+        del loops
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,15 @@ class PlanPlanner:
     """
 
     made: Plan
+
+    def begin(self) -> PlanPlanner:
+        """Returns itself."""
+        return self
+
+    def again(self, plan: Plan) -> bool:
+        """One look is enough."""
+        del plan
+        return False
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Returns the given plan after checking that it belongs to `graph`."""
@@ -105,10 +132,39 @@ class PlanPlanner:
     def check(self, plan: Plan) -> None:
         """Nothing to hold: the plan was checked when it was made."""
 
-    def child(self, path: str) -> PlanPlanner | _Unplanned:
+    def child(self, path: str) -> _LoopPlanner | _Unplanned:
         """Returns the planner of a loop body."""
         found = [entry.plan for entry in self.made.loops if entry.path == path]
-        return PlanPlanner(found[0]) if found else _Unplanned(path)
+        return _LoopPlanner(found[0]) if found else _Unplanned(path)
+
+    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+        """Raises PlanError if a loop is not the one the plan was made for."""
+        for entry in loops:
+            made = self.made.loop(entry.path)
+            if entry.plan.graph.fingerprint() != made.graph.fingerprint():
+                raise PlanError(
+                    f"this plan was made for another function: in loop {entry.path!r}, "
+                    + _first_difference(made.graph, entry.plan.graph)
+                )
+
+
+@dataclass(frozen=True)
+class _LoopPlanner(PlanPlanner):
+    """Applies the plan of a loop body.
+
+    While jax finds out which carried values are differentiated it traces bodies that the plan is not for. They
+    get a plan that is thrown away; `PlanPlanner.confirm` looks at the last one.
+    """
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Returns the given plan if it belongs to `graph`, else a passing one."""
+        if graph.fingerprint() == self.made.graph.fingerprint():
+            return self.made
+        return make_plan(graph, Full(), barriers=barriers)
+
+    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+        """The outermost planner confirms."""
+        del loops
 
 
 @dataclass(frozen=True)
@@ -116,6 +172,15 @@ class _Unplanned:
     """A loop that a plan has no part for: right as long as the loop is not differentiated."""
 
     path: str
+
+    def begin(self) -> _Unplanned:
+        """Returns itself."""
+        return self
+
+    def again(self, plan: Plan) -> bool:
+        """Never reached."""
+        del plan
+        return False
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Raises PlanError: the loop is differentiated after all."""
@@ -131,6 +196,10 @@ class _Unplanned:
     def child(self, path: str) -> _Unplanned:
         """A loop inside has no plan either."""
         return _Unplanned(f"{self.path}/{path}")
+
+    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+        """Never reached."""
+        del loops
 
 
 Resolved = Off | JaxPolicy | PolicyPlanner | PlanPlanner
@@ -275,16 +344,3 @@ def _parse_size(text: str, expected: str) -> int:
     if not 0 < size < float("inf"):
         raise BudgetError(f"budget={text!r} is not positive; {expected}")
     return int(size)
-
-
-def _hold(plan: Plan, budget: int | float | None) -> None:
-    if budget is None:
-        return
-    limit = int(budget * plan.baseline_peak_bytes) if isinstance(budget, float) else budget
-    if plan.peak_bytes > limit:
-        raise BudgetError(
-            f"policy {plan.policy_name!r} does not meet the budget of {limit:,} bytes: its plan peaks at "
-            f"{plan.peak_bytes:,} bytes (simulated; {plan.baseline_peak_bytes:,} without "
-            f"rematerialization). Smallest peak found: {plan.peak_bytes:,} bytes. Raise the budget, or "
-            "try remat_policy='full', which keeps the least."
-        )
