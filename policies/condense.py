@@ -61,11 +61,23 @@ class Condensed:
         return tuple(map(tuple, found))
 
     def backward_order(self, sequence: Sequence[int]) -> tuple[int, ...]:
-        """Returns the operators of a sequence's backward pass: repeated roots and backward roots."""
+        """Returns the operators of a sequence's backward pass, as `remat.schedule.build_schedule` takes them.
+
+        Fused forward operators are left out: they run again wherever they are read. Fused backward operators
+        come before their first reader.
+        """
+        ops = self.graph.ops
         seen: set[int] = set()
+        done: set[int] = set()
         order: list[int] = []
         for node in sequence:
-            if node >= self.problem.turn or node in seen:
+            if node >= self.problem.turn:
+                mine = (op for op in self.fused[node] if ops[op].phase == "backward")
+                for op in (*mine, self.roots[node]):
+                    if op not in done:
+                        done.add(op)
+                        order.append(op)
+            elif node in seen:
                 order.append(self.roots[node])
             seen.add(node)
         return tuple(order)
