@@ -14,6 +14,7 @@ from remat.budget import BudgetSession, hold, limit_bytes
 from remat.errors import BudgetError, PlanError, PolicyError
 from remat.graph import Graph
 from remat.plan import LoopPlan, Plan
+from remat.plan_diff import first_difference
 from remat.planning import make_plan
 from remat.policies import POLICIES, Full, Policy, get_policy
 from remat.policies.base import BudgetPolicy
@@ -125,7 +126,7 @@ class PlanPlanner:
         if graph.fingerprint() != self.made.graph.fingerprint():
             raise PlanError(
                 "this plan was made for another function: "
-                + _first_difference(self.made.graph, graph)
+                + first_difference(self.made.graph, graph)
             )
         return self.made
 
@@ -143,8 +144,8 @@ class PlanPlanner:
             made = self.made.loop(entry.path)
             if entry.plan.graph.fingerprint() != made.graph.fingerprint():
                 raise PlanError(
-                    f"this plan was made for another function: in loop {entry.path!r}, "
-                    + _first_difference(made.graph, entry.plan.graph)
+                    "this plan was made for another function: "
+                    + first_difference(made.graph, entry.plan.graph, loop=entry.path)
                 )
 
 
@@ -203,27 +204,6 @@ class _Unplanned:
 
 
 Resolved = Off | JaxPolicy | PolicyPlanner | PlanPlanner
-
-
-def _first_difference(planned: Graph, traced: Graph) -> str:
-    for index, (old, new) in enumerate(zip(planned.ops, traced.ops, strict=False)):
-        if (old.name, old.inputs, old.outputs) != (new.name, new.inputs, new.outputs):
-            where = f" ({new.source})" if new.source else ""
-            return (
-                f"operator {index} was {old.name}{list(old.inputs)} and is now "
-                f"{new.name}{list(new.inputs)}{where}. Plan again with remat.plan(...)."
-            )
-    for old_value, new_value in zip(planned.values, traced.values, strict=False):
-        if (old_value.shape, old_value.dtype) != (new_value.shape, new_value.dtype):
-            return (
-                f"value {old_value.id} was {old_value.label} and is now {new_value.label}. Plan again "
-                "with arguments of these shapes, or check that the same arguments are differentiated."
-            )
-    return (
-        f"it had {len(planned.ops)} operators, {len(planned.gradients)} gradients and runs "
-        f"{planned.multiplicity} times; now {len(traced.ops)}, {len(traced.gradients)} and "
-        f"{traced.multiplicity}. Differentiate the same arguments, or plan again."
-    )
 
 
 def resolve(remat_policy: Any, budget: Any = None) -> Resolved:
