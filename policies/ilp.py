@@ -2,83 +2,145 @@
 
 The joint graph is coarsened to its buffers (`remat.policies.condense`), and the sequence of kernels is
 optimised: every forward kernel runs once, every backward kernel once, and between the backward kernels forward
-kernels run again. Several planners start, and the best start is improved:
+kernels run again, as often as it pays. Several planners start, and the best start is improved:
 
-1. minimum cuts at rising prices of memory, from keeping almost everything to keeping almost nothing;
-2. Chen's segments, their recursion, and for chains of blocks the exact dynamic program;
-3. up to `exact_limit` nodes the integer program of Checkmate, restricted to what JAX executes, which proves how
-   far from the optimum the result is; above that local search on the sequence.
+1. minimum cuts (Yu & He), Chen's segments and their recursion, the cuts of the Lagrangian bound, and for chains of
+   blocks the exact dynamic program (Beaumont, Herrmann et al.);
+2. up to `exact_limit` nodes Checkmate's integer program (Jain et al. 2020), restricted to what JAX executes, on
+   HiGHS, which proves how far from the optimum the result is;
+3. above that local search on the executed sequence (Imanishi et al. 2024).
 
-Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`), and the certificate
-holds a lower bound on the cost of any such sequence (a Lagrangian cut, an LP relaxation or the integer program's
-own), so the gap is proven. The bound is one on the coarsened graph.
+Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`). The certificate holds a
+proven lower bound on the cost of every such sequence of the coarsened graph: the integer program's, or a
+Lagrangian minimum cut's. Without a budget the limit is the peak of keeping everything.
+
+Complexity: starts near linear; search `effort` proposals of logarithmic cost each; the integer program is
+exponential and stops after `seconds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from remat.errors import BudgetError, PolicyError
+from remat.devices import get_device
+from remat.errors import PolicyError
 from remat.graph import Graph
-from remat.plan import Certificate
+from remat.policies._chains import solve_chain
+from remat.policies._ilp_cut import cut_bound
+from remat.policies._milp import solve_restricted
+from remat.policies._search import search
+from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
-from remat.policies.min_cut import MinCut
-from remat.policies.problem import peak_of_order, replay
+from remat.policies.problem import peak_of_order
 
 __all__ = ["Ilp"]
+
+Method = Literal["auto", "exact", "search", "starts"]
 
 
 @dataclass(frozen=True)
 class Ilp:
-    """Plans within a budget; see the module docstring."""
+    """Plans within a budget; see the module docstring.
+
+    Attributes:
+        objective: what recomputation costs: roofline `seconds`, or `flops`.
+        method: `exact` is the integer program, `search` the local search, `starts` neither; `auto` is exact up
+            to `exact_limit` nodes.
+        exact_limit: nodes up to which `auto` is exact.
+        seconds: limit on the integer program's time. A plan that hits it may differ between runs.
+        effort: proposals of the local search per node; its result is the same in every run.
+        device: whose roofline prices the nodes.
+    """
 
     objective: Objective = "seconds"
-    exact_limit: int = 350
-    seconds: float = 60.0
+    method: Method = "auto"
+    exact_limit: int = 60
+    seconds: float = 20.0
+    effort: int = 4000
     device: str = "h200"
     name: ClassVar[str] = "ilp"
 
+    def __post_init__(self) -> None:
+        if self.objective not in ("seconds", "flops"):
+            raise PolicyError(f"Ilp(objective={self.objective!r}): expected 'seconds' or 'flops'")
+        if self.method not in ("auto", "exact", "search", "starts"):
+            raise PolicyError(
+                f"Ilp(method={self.method!r}): expected 'auto', 'exact', 'search' or 'starts'"
+            )
+        if self.seconds <= 0 or self.effort < 1 or self.exact_limit < 0:
+            raise PolicyError(
+                f"Ilp(seconds={self.seconds!r}, effort={self.effort!r}, "
+                f"exact_limit={self.exact_limit!r}): expected positive numbers"
+            )
+        get_device(self.device)
+
     def decide(self, graph: Graph) -> Decision:
-        """Returns the plan without a budget: that of the peak without rematerialization."""
-        condensed = condense(graph, device=self.device, objective=self.objective)
+        """Returns the plan without a budget: its limit is the peak of keeping everything."""
+        condensed = self._condensed(graph)
         return self._solve(condensed, peak_of_order(condensed.problem))
 
     def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
-        """Returns the cheapest decision found whose buffers peak at no more than `budget_bytes`."""
-        return self._solve(
-            condense(graph, device=self.device, objective=self.objective), budget_bytes
-        )
+        """Returns the cheapest decision found whose buffers peak at no more than `budget_bytes`.
+
+        Raises:
+            BudgetError: none was found.
+        """
+        return self._solve(self._condensed(graph), budget_bytes)
+
+    def _condensed(self, graph: Graph) -> Condensed:
+        return condense(graph, device=self.device, objective=self.objective)
 
     def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
         problem = condensed.problem
-        best = None
-        smallest = None
-        for label, sequence in self._starts(condensed):
-            r = replay(problem, sequence)
-            print("   start", label, r.peak_bytes / 2**20, r.extra_cost * 1e3)
-            if r.peak_bytes <= budget_bytes and (best is None or r.extra_cost < best[0]):
-                best = (r.extra_cost, sequence)
-            smallest = r.peak_bytes if smallest is None else min(smallest, r.peak_bytes)
-        if best is None:
-            raise BudgetError(f"{budget_bytes} {smallest}")
-        if 0: from remat.policies._search import search
-        found = search(problem, budget_bytes, start=best[1], proposals=2_000_000)
-        print("search", best[0]*1e3, replay(problem, found.sequence).extra_cost*1e3)
-        best = (0, found.sequence)
-        sequence = best[1]
-        return Decision(condensed.saved(sequence), order=condensed.backward_order(sequence))
+        pool = Pool(problem, budget_bytes)
+        for label, sequence in starts(condensed):
+            found = pool.offer(label, sequence)
+            if found.replayed.peak_bytes <= budget_bytes and found.replayed.extra_cost == 0:
+                return decision_of(condensed, found, 0.0, ())
+        bound = cut_bound(problem, budget_bytes)
+        for label, sequence in cuts_of(problem, bound):
+            pool.offer(label, sequence)
+        if bound.smallest_bytes > budget_bytes:
+            raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
+        chain = solve_chain(problem, budget_bytes)
+        if chain is not None:
+            pool.offer("chain", chain.sequence)
+        exact = self.method == "exact" or (
+            self.method == "auto" and len(problem) <= self.exact_limit
+        )
+        notes: tuple[str, ...] = ()
+        proven = bound.bound
+        if exact:
+            proven, notes = self._exact(pool, proven)
+        elif self.method != "starts":
+            notes = self._search(pool)
+        if pool.best is None:
+            raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
+        return decision_of(condensed, pool.best, proven, notes)
 
-    def _starts(self, condensed: Condensed) -> Iterator[tuple[str, list[int]]]:
-        graph = condensed.graph
-        yield "all", list(range(len(condensed.problem)))
-        for random in ("ban", "cheap"):
-            for heavy in ("ban", "batched", "roofline"):
-                for weight in (0, 1.25, 4, 16, 64, 1000):
-                    policy = MinCut(memory_weight=weight, heavy=heavy, random=random)
-                    saved = policy.decide(graph).saved
-                    yield f"{policy}", condensed.sequence_of(saved)
-        from remat.policies._segments import sequence_of_saved, sqrt_segments
-        yield "sqrt", sqrt_segments(condensed.problem)
+    def _exact(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
+        start = pool.best or pool.smallest
+        solved = solve_restricted(
+            pool.problem,
+            pool.budget_bytes,
+            start=start.sequence if start else None,
+            seconds=self.seconds,
+        )
+        if solved.sequence is not None:
+            pool.offer("integer program", solved.sequence)
+        note = f"integer program: {solved.status} after {solved.solve_seconds:.1f} s"
+        return max(proven, solved.bound), (note,)
+
+    def _search(self, pool: Pool) -> tuple[str, ...]:
+        start = pool.best or pool.smallest
+        found = search(
+            pool.problem,
+            pool.budget_bytes,
+            start=start.sequence if start else None,
+            proposals=self.effort * len(pool.problem),
+        )
+        pool.offer("local search", found.sequence.tolist())
+        how = "" if found.compiled else ", not compiled: pip install 'remat[search]' makes it fast"
+        return (f"local search: {found.proposals:,} proposals{how}",)

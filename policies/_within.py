@@ -1,0 +1,144 @@
+"""What the planners under a budget share: starts, the choice among them, the certificate, the error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.errors import BudgetError
+from remat.plan import Certificate, Status
+from remat.policies._ilp_cut import CutBound, once_each
+from remat.policies._segments import grid_search, recursive_segments, sequence_of_saved
+from remat.policies.base import Decision
+from remat.policies.condense import Condensed
+from remat.policies.min_cut import MinCut
+from remat.policies.problem import Problem, Replayed, replay
+
+__all__ = ["Candidate", "Pool", "decision_of", "infeasible", "starts", "too_small_message"]
+
+# Costs are reported in whole units of 1e-12 (picoseconds, if costs are seconds).
+_UNITS_PER_COST = 10**12
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A sequence, where it comes from and what the referee says of it."""
+
+    label: str
+    sequence: tuple[int, ...]
+    replayed: Replayed
+
+
+class Pool:
+    """Candidates for one problem; all of them are judged by `replay`."""
+
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+        self.best: Candidate | None = None
+        self.smallest: Candidate | None = None
+
+    def offer(self, label: str, sequence: Sequence[int]) -> Candidate:
+        """Judges a sequence and keeps it if it is the cheapest that fits, or the smallest."""
+        found = Candidate(label, tuple(int(n) for n in sequence), replay(self.problem, sequence))
+        if self.smallest is None or _by_peak(found) < _by_peak(self.smallest):
+            self.smallest = found
+        if found.replayed.peak_bytes <= self.budget_bytes and (
+            self.best is None or _by_cost(found) < _by_cost(self.best)
+        ):
+            self.best = found
+        return found
+
+
+def _by_cost(found: Candidate) -> tuple[float, int]:
+    return (found.replayed.extra_cost, found.replayed.peak_bytes)
+
+
+def _by_peak(found: Candidate) -> tuple[int, float]:
+    return (found.replayed.peak_bytes, found.replayed.extra_cost)
+
+
+def starts(condensed: Condensed) -> Iterator[tuple[str, Sequence[int]]]:
+    """Sequences to start from: keep everything, minimum cuts, Chen's segments and their recursion."""
+    problem = condensed.problem
+    yield "keep all", problem.first_runs.tolist()
+    seen: set[frozenset[int]] = set()
+    for heavy in ("ban", "batched", "roofline"):
+        for weight in (1.25, 4):
+            saved = MinCut(memory_weight=weight, heavy=heavy).decide(condensed.graph).saved
+            nodes = frozenset(condensed.node_of[v] for v in saved if v in condensed.node_of)
+            if nodes not in seen:
+                seen.add(nodes)
+                yield f"min_cut {heavy}", sequence_of_saved(problem, _forward(problem, nodes))
+    yield "segments", grid_search(problem).sequence
+    for k in (7, 3, 1):
+        yield f"recursion k={k}", recursive_segments(problem, k).sequence
+
+
+def cuts_of(problem: Problem, bound: CutBound) -> Iterator[tuple[str, Sequence[int]]]:
+    """The saved sets that the lower bound met on its way."""
+    for found in bound.found:
+        yield "cut of the bound", once_each(problem, found)
+
+
+def _forward(problem: Problem, nodes: frozenset[int]) -> frozenset[int]:
+    return frozenset(n for n in nodes if n < problem.turn)
+
+
+def decision_of(
+    condensed: Condensed, found: Candidate, bound: float, notes: tuple[str, ...]
+) -> Decision:
+    """Returns the decision behind a sequence, with the bound on its cost as certificate.
+
+    Args:
+        condensed: the problem.
+        found: the sequence.
+        bound: proven lower bound on the extra cost of any sequence within the budget, 0 if none is known.
+        notes: for the reader of the plan.
+    """
+    problem = condensed.problem
+    unit = _UNITS_PER_COST if condensed.objective == "seconds" else 1
+    total = round((problem.total_cost + found.replayed.extra_cost) * unit)
+    least = min(total, round((problem.total_cost + max(bound, 0.0)) * unit))
+    kind = "picoseconds of the program, at least" if unit > 1 else "flops of the program, at least"
+    status: Status = "optimal" if total == least else "feasible"
+    savable = all(value.savable for value in condensed.graph.values)
+    return Decision(
+        saved=condensed.saved(found.sequence),
+        status=status,
+        certificate=Certificate(kind, total, least),
+        notes=(f"start: {found.label}", *notes),
+        order=condensed.backward_order(found.sequence) if savable else None,
+    )
+
+
+def infeasible(
+    condensed: Condensed, budget_bytes: int, smallest: Candidate | None, least_bytes: int
+) -> BudgetError:
+    """Returns the error for a budget that nothing was found for."""
+    return BudgetError(too_small_message(condensed, budget_bytes, smallest, least_bytes))
+
+
+def too_small_message(
+    condensed: Condensed, budget_bytes: int, smallest: Candidate | None, least_bytes: int
+) -> str:
+    """Says what the smallest peak found is, what no plan can go below, and which values force it."""
+    graph, problem = condensed.graph, condensed.problem
+    node = int(problem.needs.argmax()) if len(problem) else 0
+    least_bytes = max(least_bytes, problem.floor_bytes)
+    lines = [f"no plan within a budget of {budget_bytes:,} bytes was found."]
+    if smallest is not None:
+        lines.append(f"Smallest peak found: {smallest.replayed.peak_bytes:,} bytes.")
+    lines.append(f"No plan can go below {least_bytes:,} bytes.")
+    if len(problem):
+        op = graph.ops[condensed.roots[node]]
+        values = [v for n in (*problem.inputs[node], node) for v in condensed.values_of[n]]
+        values.sort(key=lambda v: -graph.values[v].nbytes)
+        named = [f"{graph.values[v].label} ({graph.values[v].nbytes:,} bytes)" for v in values[:4]]
+        where = f" at {op.source}" if op.source else ""
+        lines.append(
+            f"The largest operator is {op.name}{where}, which needs {int(problem.needs[node]):,} bytes "
+            f"at once: {', '.join(named)}."
+        )
+    lines.append("Raise the budget, use a smaller batch, or split that operator.")
+    return " ".join(lines)
