@@ -10,21 +10,30 @@ if __name__ != "remat.policies":
         "(the folder `policies/` at the top of the checkout is its source)"
     )
 
-from remat.policies.base import Decision, Policy
+from remat.policies.auto import Auto
+from remat.policies.base import BudgetPolicy, Decision, Policy
 from remat.policies.full import Full
+from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
 from remat.policies.names import Names
 from remat.policies.none import SaveAll
 from remat.policies.registry import POLICIES, get_policy, register_policy
+from remat.policies.revolve import Revolve
+from remat.policies.sublinear import Sublinear
 
 __all__ = [
     "POLICIES",
+    "Auto",
+    "BudgetPolicy",
     "Decision",
     "Full",
+    "Ilp",
     "MinCut",
     "Names",
     "Policy",
+    "Revolve",
     "SaveAll",
+    "Sublinear",
     "get_policy",
     "register_policy",
 ]

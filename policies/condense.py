@@ -131,7 +131,9 @@ def condense(
     chip = get_device(device)
     forward = [op for op in graph.forward_ops() if op.id in live]
     backward = [op for op in graph.backward_ops() if op.id in live]
-    rooted = [op for op in (*forward, *backward) if op.effectful or buffers.intersection(op.outputs)]
+    rooted = [
+        op for op in (*forward, *backward) if op.effectful or buffers.intersection(op.outputs)
+    ]
     node_of = {v: i for i, op in enumerate(rooted) for v in op.outputs if v in buffers}
     turn = sum(op.phase == "forward" for op in rooted)
     inputs: list[list[int]] = []
@@ -155,7 +157,9 @@ def condense(
         turn=turn,
         workspace=[(workspace or {}).get(op.id, 0) for op in rooted] if workspace else None,
     )
-    return Condensed(graph, problem, tuple(op.id for op in rooted), node_of, tuple(fused), objective)
+    return Condensed(
+        graph, problem, tuple(op.id for op in rooted), node_of, tuple(fused), objective
+    )
 
 
 def _live_ops(graph: Graph) -> set[int]:

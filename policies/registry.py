@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from remat.errors import PolicyError, nearest
+from remat.policies.auto import Auto
 from remat.policies.base import Policy
 from remat.policies.full import Full
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
 from remat.policies.names import Names
 from remat.policies.none import SaveAll
+from remat.policies.revolve import Revolve
+from remat.policies.sublinear import Sublinear
 
 __all__ = ["POLICIES", "get_policy", "register_policy"]
 
@@ -19,7 +22,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
     "names": Names,
     "min_cut": MinCut,
+    "sublinear": Sublinear,
+    "revolve": Revolve,
     "ilp": Ilp,
+    "auto": Auto,
 }
 
 

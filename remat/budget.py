@@ -307,4 +307,3 @@ def choose_options(
                 front.append(entry)
         front = front or [min(grown, key=lambda entry: entry[0])]
     return front[-1][2]
-

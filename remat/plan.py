@@ -169,8 +169,8 @@ class Plan:
     """Which forward values the backward pass keeps, in which form, and in which order it runs.
 
     Bytes inside a loop body are those of one iteration; `saved_bytes`, `recompute_flops` and
-    `recompute_seconds` of a plan include its loops, times their lengths. `peak_bytes` is what the
-    simulator finds for everything that is neither argument nor result: an estimate of XLA's *temp*.
+    `recompute_seconds` of a plan include its loops, times their lengths. `peak_bytes` is what
+    `remat.memory` predicts for everything that is neither argument nor result: XLA's *temp*.
 
     Attributes:
         policy_name: name of the policy that made it; `options` are its settings, as text.
@@ -289,23 +289,22 @@ class Plan:
     def with_loops(self, loops: tuple[LoopPlan, ...]) -> Plan:
         """Returns this plan with those of its loops, and their part in the totals.
 
-        What a loop's body keeps is a result of the loop, once per iteration, so `saved_bytes` and the
-        simulated peak count it already. The baseline does not: without rematerialization the body would
-        keep more. A body's own working memory is added to both peaks.
+        What a loop's body keeps is a result of the loop, once per iteration, so `saved_bytes` and the predicted
+        peak count it already. The baseline does not: without rematerialization the body would keep more.
         """
+        from remat.memory import peak_bytes
+
         extra = sum(x.length * (x.plan.baseline_saved_bytes - x.plan.saved_bytes) for x in loops)
-        working = max((x.plan.peak_bytes for x in loops), default=0)
-        baseline_working = max((x.plan.baseline_peak_bytes for x in loops), default=0)
         return replace(
             self,
             loops=loops,
-            peak_bytes=self.peak_bytes + working,
+            peak_bytes=peak_bytes(self.graph, self.schedule, loops=loops),
             recompute_flops=self.recompute_flops
             + sum(x.length * x.plan.recompute_flops for x in loops),
             recompute_seconds=self.recompute_seconds
             + sum(x.length * x.plan.recompute_seconds for x in loops),
             baseline_saved_bytes=self.baseline_saved_bytes + extra,
-            baseline_peak_bytes=self.baseline_peak_bytes + extra + baseline_working,
+            baseline_peak_bytes=peak_bytes(self.graph, loops=loops) + extra,
             solve_seconds=self.solve_seconds + sum(x.plan.solve_seconds for x in loops),
             opaque=self.opaque
             + tuple(f"{x.path}: {line}" for x in loops for line in x.plan.opaque),

@@ -8,6 +8,7 @@ from collections import Counter
 from remat.cost import op_seconds
 from remat.devices import get_device
 from remat.graph import Graph
+from remat.memory import peak_bytes
 from remat.plan import Plan, Recomputed, Saved, Schedule, form_of, stored_bytes
 from remat.policies.base import Decision, Policy, describe_options
 from remat.schedule import build_schedule, no_remat_saved
@@ -53,7 +54,6 @@ def plan_from_saved(
     schedule = build_schedule(graph, kept, barriers=barriers, order=decision.order)
     replay = simulate(graph, schedule)
     read_back = _read_back(graph, kept, schedule)
-    baseline = _baseline(graph)
     chip = get_device(device)
     recomputed = _recomputed(graph, replay)
     return Plan(
@@ -65,7 +65,7 @@ def plan_from_saved(
         saved=_saved(graph, read_back),
         recomputed=recomputed,
         saved_bytes=_kept_bytes(graph, read_back),
-        peak_bytes=replay.peak_bytes,
+        peak_bytes=peak_bytes(graph, schedule),
         recompute_flops=replay.recompute_flops,
         recompute_seconds=sum(
             entry.times * op_seconds(graph, graph.ops[entry.op], chip) for entry in recomputed
@@ -73,18 +73,13 @@ def plan_from_saved(
         baseline_saved_bytes=sum(
             graph.values[v].nbytes for v in no_remat_saved(graph) if v not in graph.alive_anyway
         ),
-        baseline_peak_bytes=baseline.peak_bytes,
+        baseline_peak_bytes=peak_bytes(graph),
         certificate=decision.certificate,
         opaque=_opaque(graph),
         notes=decision.notes,
         device=device,
         solve_seconds=time.perf_counter() - start,
     )
-
-
-def _baseline(graph: Graph) -> Replay:
-    schedule = build_schedule(graph, no_remat_saved(graph), barriers=False)
-    return simulate(graph, schedule)
 
 
 def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[int]:

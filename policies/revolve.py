@@ -1,0 +1,94 @@
+"""`Revolve`: checkpointing for chains, by binomial schedules or an exact dynamic program.
+
+Griewank & Walther, "Algorithm 799: Revolve" (2000), for a number of snapshots; Beaumont, Eyraud-Dubois, Herrmann,
+Joly and Shilova, "Optimal checkpointing for heterogeneous chains" (2019), for bytes. The chain is found in the
+joint graph: places where a single value goes from one stretch of the forward pass to the next.
+
+Guarantee: with `snapshots`, the fewest forward steps for equal stages, t(l, s) = r l - C(s + r, r - 1); under a
+budget the cheapest persistent schedule of the chain (see `remat.policies._chains`, which lists the departures).
+Complexity: O(stages^3 * 500) vectorised additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from remat.errors import PolicyError
+from remat.graph import Graph
+from remat.policies._chains import chain_of, revolve, solve_chain
+from remat.policies._within import Pool, decision_of, infeasible
+from remat.policies.base import Decision
+from remat.policies.condense import Condensed, condense
+
+__all__ = ["Revolve"]
+
+
+@dataclass(frozen=True)
+class Revolve:
+    """Checkpoints along a chain; see the module docstring.
+
+    Attributes:
+        snapshots: stage inputs held at a time when there is no budget; None for log2 of the number of stages,
+            rounded up, which computes a stage about log2 times.
+        device: whose roofline prices recomputation.
+    """
+
+    snapshots: int | None = None
+    device: str = "h200"
+    name: ClassVar[str] = "revolve"
+
+    def __post_init__(self) -> None:
+        if self.snapshots is not None and self.snapshots < 1:
+            raise PolicyError(
+                f"Revolve(snapshots={self.snapshots!r}): expected at least 1, or None"
+            )
+
+    def decide(self, graph: Graph) -> Decision:
+        """Returns the binomial schedule of the graph's chain.
+
+        Raises:
+            PolicyError: the graph is no chain of stages.
+        """
+        condensed = condense(graph, device=self.device)
+        if condensed.problem.turn == 0 or not len(condensed.problem):
+            return Decision(frozenset())
+        chain = chain_of(condensed.problem)
+        if chain is None:
+            raise _no_chain()
+        count = len(chain.segments)
+        snapshots = max(1, (count - 1).bit_length()) if self.snapshots is None else self.snapshots
+        pool = Pool(condensed.problem, 1 << 62)
+        pool.offer("binomial", revolve(chain, snapshots).sequence)
+        return self._decision(condensed, pool)
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns the cheapest schedule of the graph's chain within a budget.
+
+        Raises:
+            PolicyError: the graph is no chain of stages.
+            BudgetError: no schedule of the chain fits.
+        """
+        condensed = condense(graph, device=self.device)
+        pool = Pool(condensed.problem, budget_bytes)
+        everything = pool.offer("keep all", condensed.problem.first_runs.tolist())
+        if everything.replayed.peak_bytes > budget_bytes:
+            if chain_of(condensed.problem) is None:
+                raise _no_chain()
+            plan = solve_chain(condensed.problem, budget_bytes)
+            if plan is None:
+                raise infeasible(condensed, budget_bytes, pool.smallest, 0)
+            pool.offer("dynamic program", plan.sequence)
+        return self._decision(condensed, pool)
+
+    def _decision(self, condensed: Condensed, pool: Pool) -> Decision:
+        assert pool.best is not None
+        decision = decision_of(condensed, pool.best, 0.0, ())
+        return Decision(decision.saved, "heuristic", None, decision.notes, decision.order)
+
+
+def _no_chain() -> PolicyError:
+    return PolicyError(
+        "policy 'revolve' needs a chain: a program in which, between two of its stages, one value goes "
+        "forward. This program has no such place. Try remat_policy='ilp' with a budget, or 'sublinear'."
+    )

@@ -1,0 +1,112 @@
+"""`Sublinear`: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+
+The forward pass is cut into segments; what crosses their borders is kept, and each segment is computed again when
+the backward pass reaches it. `method` chooses where the cuts lie:
+
+* `grid`: Algorithm 3 (a segment ends once it has made `b` bytes) with appendix A's grid search over `b`;
+* `sqrt`: `k` segments, sqrt(n) of them by default;
+* `recursive`: segments are cut again and again into `k + 1` parts, g(n) = k + g(n / (k + 1)) (section 4.4);
+* `cheap`: keep the results of compute-bound operators, compute the cheap ones again (section 4.3, conv-bn-relu).
+
+Guarantee: with n equal layers about 2 sqrt(n) values (`grid`, `sqrt`) at no more than one extra forward pass, or
+O(log n) values at O(n log n) extra work (`recursive` with k=1). Under a budget the cheapest of these that fits is
+taken. Complexity: near linear; `sqrt` has a quadratic worst case. The departures from the paper are listed
+in `remat.policies._segments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from remat.errors import PolicyError
+from remat.graph import Graph
+from remat.policies._segments import drop_cheap, grid_search, recursive_segments, sqrt_segments
+from remat.policies._within import Pool, decision_of, infeasible
+from remat.policies.base import Decision
+from remat.policies.condense import Condensed, condense
+
+__all__ = ["Sublinear"]
+
+Method = Literal["grid", "sqrt", "recursive", "cheap"]
+_METHODS = ("grid", "sqrt", "recursive", "cheap")
+
+
+@dataclass(frozen=True)
+class Sublinear:
+    """Segments, kept at their borders; see the module docstring.
+
+    Attributes:
+        method: where the cuts lie.
+        k: number of segments (`sqrt`) or of cuts per level (`recursive`); None for sqrt(n), or 1.
+        device: whose roofline prices recomputation.
+    """
+
+    method: Method = "grid"
+    k: int | None = None
+    device: str = "h200"
+    name: ClassVar[str] = "sublinear"
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            raise PolicyError(
+                f"Sublinear(method={self.method!r}): expected one of {list(_METHODS)}"
+            )
+        if self.k is not None and (self.k < 1 or self.method not in ("sqrt", "recursive")):
+            raise PolicyError(
+                f"Sublinear(method={self.method!r}, k={self.k!r}): k is the number of segments of 'sqrt' or of "
+                "cuts per level of 'recursive', at least 1"
+            )
+
+    def decide(self, graph: Graph) -> Decision:
+        """Returns the segments' borders to keep, and the order of recomputation."""
+        condensed = condense(graph, device=self.device)
+        pool = Pool(condensed.problem, 1 << 62)
+        found = pool.offer(self.method, self._sequence(condensed))
+        return _heuristic(decision_of(condensed, found, 0.0, ()))
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns the cheapest plan of this kind that fits: coarser and finer cuts are tried.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        condensed = condense(graph, device=self.device)
+        pool = Pool(condensed.problem, budget_bytes)
+        for label, sequence in self._family(condensed):
+            pool.offer(label, sequence)
+        if pool.best is None:
+            raise infeasible(condensed, budget_bytes, pool.smallest, 0)
+        return _heuristic(decision_of(condensed, pool.best, 0.0, ()))
+
+    def _sequence(self, condensed: Condensed) -> Sequence[int]:
+        problem = condensed.problem
+        if self.method == "sqrt":
+            return sqrt_segments(problem, self.k).sequence
+        if self.method == "recursive":
+            return recursive_segments(problem, 1 if self.k is None else self.k).sequence
+        if self.method == "cheap":
+            heavy = [condensed.graph.ops[root].heavy for root in condensed.roots]
+            return drop_cheap(problem, [not flag for flag in heavy]).sequence
+        return grid_search(problem).sequence
+
+    def _family(self, condensed: Condensed) -> Iterator[tuple[str, Sequence[int]]]:
+        problem = condensed.problem
+        yield "keep all", problem.first_runs.tolist()
+        yield self.method, self._sequence(condensed)
+        if self.k is not None or self.method == "cheap":
+            return
+        if self.method == "recursive":
+            for k in (2, 3, 5, 8, 13):
+                yield f"recursive k={k}", recursive_segments(problem, k).sequence
+            return
+        k = 2
+        while k < problem.turn:
+            yield f"sqrt k={k}", sqrt_segments(problem, k).sequence
+            k = max(k + 1, round(k * 1.5))
+
+
+def _heuristic(decision: Decision) -> Decision:
+    """Chen's plans carry no bound."""
+    return Decision(decision.saved, "heuristic", None, decision.notes, decision.order)

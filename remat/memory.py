@@ -1,0 +1,946 @@
+"""Predicts XLA's temp memory from a plan: which values become buffers, and how many are alive at once.
+
+`simulate` counts every value of a schedule; a compiler does not. This model plays, on the joint graph, the parts of
+XLA:GPU that decide about memory, without compiling:
+
+1. *Instances.* Every run of an operator makes new instances of its results. The same operator on the same instances is
+   one instance: XLA merges repetitions that no barrier separates. A barrier makes new instances that share their
+   buffers; so do reshapes and whatever else moves no data.
+2. *Fusion.* A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is
+   merged with what it reads, never with what reads it), what these operators read, what a barrier ties, and every
+   result and gradient. Any other value is a buffer only if several kernels read it and writing it once takes
+   less time than making it in each of them. Kernels of one size that do not depend on one another count as one: XLA
+   merges them into a kernel with several results.
+3. *Early kernels.* What is made from next to nothing (random bits, masks unpacked from bits) is made for all equal
+   shapes in one kernel, as early as the first of them: XLA merges these across the whole program.
+4. *Order.* That of the schedule, or the same with the gradients last that are larger than what they are made from,
+   whichever peaks lower with the results counted: the choice XLA's schedulers make. In the backward loop of a `scan`
+   all gradients that are stacked come last.
+5. *Places.* Element-wise kernels and scatters write into an operand that dies there and has the same size. Temporaries
+   are put into results that are not there yet, largest first, into the smallest that fits.
+6. *Loops.* A loop holds its operands, its results and what one iteration needs. In the body, what was stacked is read
+   as slices; a slice is a buffer if an operator that does not fuse reads it.
+
+What is not modelled: XLA's freedom to interleave independent work (in networks with many small equal branches it
+finds better and worse orders than ours), fragmentation, the scratch space of libraries, most copies for layouts.
+`benchmarks/memory_model.py` holds the model against the compiler.
+
+Rules 2 to 5 follow XLA's `priority_fusion`, `multi_output_fusion`, `hlo_memory_scheduler` and `buffer_assignment`; the
+only numbers are the cost of an operator in additions and that of an addition in bytes.
+
+Complexity: linear in the steps, but for the reachability bits (quadratic in bits) and the search for places (the number
+of large temporaries times that of the results).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from remat.graph import Graph, Op, Value
+from remat.plan import Schedule, stored_bytes
+
+__all__ = ["Buffer", "Prediction", "buffers", "peak_bytes", "predict", "predict_body"]
+
+# What moves no data: the result is the operand's buffer.
+_SAME_BUFFER = frozenset(
+    "reshape squeeze expand_dims stop_gradient copy_p name pvary device_put sharding_constraint mesh_cast".split()
+)
+# Operators of one operand that their result type describes: two on one operand are one.
+_DETERMINED = frozenset(
+    """
+    abs ceil convert_element_type cos erf exp exp2 floor is_finite log log1p logistic neg not rsqrt sign sin sqrt
+    square tanh
+    """.split()
+)
+# Operators that take a part of an array which their result type does not tell.
+_PICKS = frozenset({"slice", "split", "pad", "concatenate"})
+_COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
+# Operators that write into their operand's buffer although they do not fuse.
+_IN_PLACE = frozenset(
+    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scan while".split()
+)
+# Clock cycles per element relative to an addition's, from what XLA measured on an H100 (`hlo_op_profiles_data.h`,
+# sm_90, float32); operators that are not here count as an addition.
+_ADDITIONS: Mapping[str, int] = {
+    "atan2": 64,
+    "cbrt": 25,
+    "cos": 140,
+    "div": 6,
+    "erf": 67,
+    "erf_inv": 67,
+    "exp": 11,
+    "exp2": 11,
+    "expm1": 27,
+    "log": 24,
+    "log1p": 33,
+    "logistic": 18,
+    "pow": 75,
+    "rsqrt": 11,
+    "sin": 140,
+    "sqrt": 11,
+    "tan": 140,
+    "tanh": 67,
+}
+_CONVOLUTION = "conv_general_dilated"
+_RANDOM_ADDITIONS = (
+    120  # threefry: 20 rounds of an addition, a rotation and an exclusive or, and the keys
+)
+# How many bytes of memory traffic take as long as one addition: H100 and H200 issue about 33e12 single-precision
+# instructions per second and move 3.4e12 to 4.8e12 bytes.
+_BYTES_PER_ADDITION = 0.145
+# A value made from less than this share of its own bytes is made from next to nothing.
+_NOTHING = 1 / 8
+# Temporaries below this share of the largest are not worth a place.
+_TINY = 1 / 4096
+# More kernels than this are not compared pair by pair.
+_MOST_KERNELS = 12
+
+Kind = Literal["op", "barrier", "pack", "unpack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory alive at the peak.
+
+    Attributes:
+        value: value id in the graph; -1 for the working memory of a loop.
+        nbytes: bytes.
+        label: dtype and shape, `bits of ...`, or `loop body`.
+        op: the operator that writes it.
+        scope: its named scope.
+        phase: its phase.
+        again: whether it holds a repetition.
+    """
+
+    value: int
+    nbytes: int
+    label: str
+    op: str
+    scope: str = ""
+    phase: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted temp memory of a program.
+
+    Attributes:
+        peak_bytes: bytes alive at the peak, arguments, results and gradients not counted.
+        at_peak: what they are, largest first; the sum of their bytes is at least `peak_bytes`, because a
+            kernel may write into one of its operands.
+        step: index of the schedule step at the peak, -1 if nothing is ever alive.
+        held_in_results_bytes: bytes alive at the peak that lie in results not yet written.
+    """
+
+    peak_bytes: int
+    at_peak: tuple[Buffer, ...]
+    step: int
+    held_in_results_bytes: int
+
+
+class _LoopPlan(Protocol):
+    @property
+    def path(self) -> str: ...
+    @property
+    def plan(self) -> _Planned: ...
+
+
+class _Planned(Protocol):
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def loops(self) -> Sequence[_LoopPlan]: ...
+
+
+@dataclass(slots=True)
+class _Node:
+    """One execution of an operator, a barrier, or the packing or unpacking of a mask."""
+
+    kind: Kind
+    op: Op | None
+    name: str
+    ins: tuple[int, ...]
+    outs: list[int]
+    step: int
+    fusible: bool
+    reduces: bool = False
+    additions: int = 0
+    working: Prediction | None = None
+    again: bool = False
+
+
+@dataclass(slots=True)
+class _Instance:
+    """One array in memory or in registers. `root` is the instance whose buffer it shares."""
+
+    value: int
+    nbytes: int
+    elements: int
+    producer: int
+    root: int
+    packed: bool = False
+
+
+@dataclass
+class _Program:
+    """The instances and nodes of a schedule, in its order."""
+
+    graph: Graph
+    nodes: list[_Node] = field(default_factory=list)
+    instances: list[_Instance] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
+    slices: set[int] = field(default_factory=set)
+    stacks: bool = False
+    results: list[int] = field(default_factory=list)
+
+
+Step3 = tuple[str, int, tuple[int, ...]]
+
+
+def predict(
+    graph: Graph, schedule: Schedule | None = None, *, loops: Sequence[_LoopPlan] = ()
+) -> Prediction:
+    """Predicts the temp memory of a compiled step that computes a graph's results and gradients.
+
+    Args:
+        graph: a joint graph.
+        schedule: how it is executed; None for the plain program: every operator once, in the graph's order,
+            nothing packed and nothing tied, as without rematerialization.
+        loops: plans of the loop bodies of the graph (`LoopPlan`), for their working memory; without a schedule,
+            their plain programs count.
+    """
+    working = _working(graph, loops, plain=schedule is None)
+    builder = _Builder(graph, working)
+    builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
+    builder.run(_steps(graph, schedule))
+    program = builder.program
+    program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
+    return _predict(program)
+
+
+def predict_body(
+    graph: Graph, schedule: Schedule | None = None, *, loops: Sequence[_LoopPlan] = ()
+) -> tuple[Prediction, Prediction]:
+    """Predicts what one iteration of a loop needs besides the loop's operands and results.
+
+    Args:
+        graph, schedule, loops: as in `predict`, of the loop's body.
+
+    Returns:
+        The predictions of the forward and of the backward loop.
+    """
+    working = _working(graph, loops, plain=schedule is None)
+    steps = _steps(graph, schedule)
+    turn = next((i for i, step in enumerate(steps) if step[0] == "turn"), len(steps))
+    ahead = _Builder(graph, working)
+    ahead.given((*graph.inputs, *graph.constants))
+    ahead.sliced(graph.inputs)
+    ahead.run(steps[:turn])
+    back = _Builder(graph, working)
+    back.given((*graph.inputs, *graph.constants, *graph.cotangents))
+    back.sliced(graph.inputs)
+    raw, bits = _read_before_made(graph, steps[turn:])
+    back.crossing([v for v in raw if v in ahead.raw], packed=False)
+    back.crossing([v for v in bits if v in ahead.bits], packed=True)
+    back.run(steps[turn:], offset=turn)
+    ahead.program.results = [
+        *(ahead.raw[v] for v in graph.outputs),
+        *(ahead.raw[v] for v in raw if v in ahead.raw),
+        *(ahead.bits[v] for v in bits if v in ahead.bits),
+    ]
+    back.program.stacks = True
+    back.program.results = [back.raw[v] for v in graph.gradients]
+    return _predict(ahead.program), _predict(back.program)
+
+
+def peak_bytes(
+    graph: Graph, schedule: Schedule | None = None, *, loops: Sequence[_LoopPlan] = ()
+) -> int:
+    """Returns the predicted peak of a graph; of a loop's body the larger of what its two loops need.
+
+    Args:
+        graph, schedule, loops: as in `predict`.
+    """
+    if graph.multiplicity > 1 or graph.carried or graph.invariant:
+        return max(part.peak_bytes for part in predict_body(graph, schedule, loops=loops))
+    return predict(graph, schedule, loops=loops).peak_bytes
+
+
+def buffers(graph: Graph) -> tuple[int, ...]:
+    """Returns for every value the bytes of its buffer in the plain program, 0 if it never becomes one.
+
+    Inputs, constants and cotangents have their bytes. A value that shares its operand's buffer (a reshape) has 0.
+    """
+    builder = _Builder(graph, {})
+    builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
+    builder.run(_steps(graph, None))
+    program = builder.program
+    program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
+    fusion = _Fusion(program)
+    found = [0] * len(graph.values)
+    for index, instance in enumerate(program.instances):
+        if instance.root == index and fusion.is_buffer[index]:
+            found[instance.value] = instance.nbytes
+    return tuple(found)
+
+
+def _steps(graph: Graph, schedule: Schedule | None) -> list[Step3]:
+    if schedule is not None:
+        return [(step.action, step.target, step.values) for step in schedule.steps]
+    steps: list[Step3] = [("compute", op.id, ()) for op in graph.ops]
+    first = next((op.id for op in graph.backward_ops()), len(steps))
+    return [*steps[:first], ("turn", -1, ()), *steps[first:]]
+
+
+def _working(graph: Graph, loops: Sequence[_LoopPlan], plain: bool) -> dict[int, Prediction]:
+    """What one iteration of every planned loop needs, by the loop's operator."""
+    found: dict[int, Prediction] = {}
+    by_path = {loop.path: loop.plan for loop in loops}
+    for op in graph.ops:
+        plan = by_path.get(op.loop or "")
+        if plan is None:
+            continue
+        ahead, back = predict_body(plan.graph, None if plain else plan.schedule, loops=plan.loops)
+        found[op.id] = ahead if op.phase == "forward" else back
+    return found
+
+
+def _read_before_made(graph: Graph, steps: Iterable[Step3]) -> tuple[list[int], list[int]]:
+    """The raw and packed values that steps read before they make them, and gradients they never make."""
+    raw: dict[int, None] = {}
+    bits: dict[int, None] = {}
+    made: set[int] = set()
+    packed: set[int] = set()
+    for action, target, values in steps:
+        if action == "compute":
+            op = graph.ops[target]
+            raw.update((v, None) for v in op.inputs if v not in made)
+            made.update(op.outputs)
+        elif action == "encode":
+            packed.add(target)
+        elif action == "decode":
+            if target not in packed:
+                bits[target] = None
+            made.add(target)
+        elif action == "barrier":
+            raw.update((v, None) for v in values if v not in made)
+    raw.update((v, None) for v in graph.gradients if v not in made)
+    given = {*graph.inputs, *graph.constants, *graph.cotangents}
+    return [v for v in raw if v not in given and v not in bits], list(bits)
+
+
+class _Builder:
+    """Turns steps into nodes and instances."""
+
+    def __init__(self, graph: Graph, working: Mapping[int, Prediction]) -> None:
+        self.graph = graph
+        self.working = working
+        self.program = _Program(graph)
+        self.raw: dict[int, int] = {}
+        self.bits: dict[int, int] = {}
+        self._seen: dict[Hashable, list[int]] = {}
+        self._ran: set[int] = set()
+
+    def given(self, values: Iterable[int]) -> None:
+        """Values that are there before the first step."""
+        for value in values:
+            self.raw[value] = self._new(value, -1)
+            self.program.sources.add(self.raw[value])
+
+    def sliced(self, inputs: Iterable[int]) -> None:
+        """Of a loop body's inputs, marks those that are a slice of a stacked array."""
+        whole = {*self.graph.invariant, *self.graph.carried}
+        self.program.slices.update(self.raw[v] for v in inputs if v not in whole)
+
+    def crossing(self, values: Iterable[int], *, packed: bool) -> None:
+        """Values that the forward loop stacked, sliced for this iteration."""
+        for value in values:
+            index = self._new(value, -1, packed=packed)
+            (self.bits if packed else self.raw)[value] = index
+            self.program.sources.add(index)
+            self.program.slices.add(index)
+
+    def run(self, steps: Sequence[Step3], offset: int = 0) -> None:
+        """Executes steps."""
+        for index, (action, target, values) in enumerate(steps, start=offset):
+            if action == "compute":
+                self._compute(index, self.graph.ops[target])
+            elif action == "encode":
+                made = self._code(index, "pack", target, self.raw[target])
+                self.bits[target] = made
+            elif action == "decode":
+                self.raw[target] = self._code(index, "unpack", target, self.bits[target])
+            elif action == "barrier":
+                places = [(self.bits if v in self.bits else self.raw, v) for v in values]
+                ins = tuple(place[v] for place, v in places)
+                for (place, v), tied in zip(places, self._tie(index, None, ins), strict=True):
+                    place[v] = tied
+
+    def _new(self, value: int, producer: int, *, root: int = -1, packed: bool = False) -> int:
+        found = self.graph.values[value]
+        nbytes = stored_bytes(found) if packed else found.nbytes
+        elements = math.prod(found.shape)
+        index = len(self.program.instances)
+        root = index if root < 0 else self.program.instances[root].root
+        instance = _Instance(value, nbytes, elements, producer, root, packed)
+        self.program.instances.append(instance)
+        return index
+
+    def _tie(self, step: int, op: Op | None, ins: tuple[int, ...]) -> list[int]:
+        number = len(self.program.nodes)
+        node = _Node("barrier", op, "barrier", ins, [], step, fusible=False)
+        self.program.nodes.append(node)
+        for index in ins:
+            old = self.program.instances[index]
+            node.outs.append(self._new(old.value, number, root=index, packed=old.packed))
+        return node.outs
+
+    def _code(self, step: int, kind: Literal["pack", "unpack"], value: int, source: int) -> int:
+        key = (kind, source)
+        if key not in self._seen:
+            number = len(self.program.nodes)
+            packs = kind == "pack"
+            node = _Node(kind, None, kind, (source,), [], step, True, packs, additions=3)
+            self.program.nodes.append(node)
+            node.outs.append(self._new(value, number, packed=packs))
+            self._seen[key] = node.outs
+        return self._seen[key][0]
+
+    def _compute(self, step: int, op: Op) -> None:
+        ins = tuple(self.raw[v] for v in op.inputs)
+        if op.name == "optimization_barrier" and len(ins) == len(op.outputs):
+            for value, tied in zip(op.outputs, self._tie(step, op, ins), strict=True):
+                self.raw[value] = tied
+            return
+        if len(ins) == 1 and len(op.outputs) == 1 and self._moves_nothing(op):
+            self.raw[op.outputs[0]] = ins[0]
+            return
+        key = (self._signature(op), ins)
+        made = self._seen.get(key)
+        if made is None:
+            made = self._seen[key] = self._node(step, op, ins)
+        self.raw.update(zip(op.outputs, made, strict=True))
+
+    def _signature(self, op: Op) -> Hashable:
+        """Equal for operators that compute the same of the same operands, as far as the graph tells.
+
+        It does not tell parameters and literals. Operators from one line of the user's code with results of one
+        type are taken to have the same, unless they pick parts of an array, several of which one line may.
+        """
+        if len(op.outputs) != 1 or op.effectful or not op.recomputable:
+            return op.id
+        result = self.graph.values[op.outputs[0]]
+        if op.name in _DETERMINED and len(op.inputs) == 1:
+            return op.name, result.dtype
+        picks = op.name in _PICKS or op.kind not in _COMPARED
+        return op.id if picks or not op.source else (op.name, result.dtype, result.shape, op.source)
+
+    def _node(self, step: int, op: Op, ins: tuple[int, ...]) -> list[int]:
+        number = len(self.program.nodes)
+        random = op.random and op.kind == "RANDOM"
+        node = _Node(
+            "op",
+            op,
+            op.name,
+            ins,
+            [],
+            step,
+            fusible=op.fusible,
+            reduces=op.kind == "REDUCTION",
+            additions=_RANDOM_ADDITIONS if random else _ADDITIONS.get(op.name, 1),
+            working=self.working.get(op.id),
+            again=op.id in self._ran,
+        )
+        self._ran.add(op.id)
+        self.program.nodes.append(node)
+        node.outs.extend(self._new(value, number) for value in op.outputs)
+        return node.outs
+
+    def _moves_nothing(self, op: Op) -> bool:
+        source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
+        if op.name in _SAME_BUFFER or (op.name == "rev" and self._mirrors_kernel(op)):
+            return True
+        if source.nbytes != result.nbytes:
+            return False
+        return op.name == "broadcast_in_dim" or (
+            op.name == "transpose" and _keeps_order(source, result)
+        )
+
+    def _mirrors_kernel(self, op: Op) -> bool:
+        """Whether only convolutions read the result: their library reads a kernel mirrored."""
+        users = self.graph.users[op.outputs[0]]
+        return all(self.graph.ops[user].name == _CONVOLUTION for user in users)
+
+
+def _keeps_order(source: Value, result: Value) -> bool:
+    """Whether a transposition moves dimensions of size one only."""
+    before = [dim for dim in source.shape if dim != 1]
+    return before == [dim for dim in result.shape if dim != 1] and len(set(before)) == len(before)
+
+
+def _pays(nbytes: int, work: float, reads: float, again: Sequence[float]) -> bool:
+    """Whether to write a value once rather than to make it in every kernel that reads it.
+
+    Memory traffic and arithmetic overlap, so a kernel takes as long as the longer of the two. All in bytes.
+
+    Args:
+        nbytes: of the value, written once and read by every kernel.
+        work: arithmetic to make it.
+        reads: what a kernel that makes it reads.
+        again: for every kernel that needs it what that would read to make it, beyond what it reads anyway.
+    """
+    once = max(work, reads + nbytes) + len(again) * nbytes
+    return once < sum(max(work, more) for more in again)
+
+
+class _Fusion:
+    """Which instances become buffers, and which kernels read them.
+
+    Attributes:
+        live: for every node whether a result depends on it.
+        users: for every instance the live nodes that read it.
+        is_buffer: for every instance whether it is written to memory.
+        kernels: for every node the kernels it is part of, each by its last node.
+    """
+
+    def __init__(self, program: _Program) -> None:
+        self.program = program
+        self.live = self._find_live()
+        self.users = self._find_users()
+        # To make a value: bytes to read, and instructions as bytes.
+        self.reads: list[float] = [float(i.nbytes) for i in program.instances]
+        self.work: list[float] = [0.0] * len(program.instances)
+        # The buffers among what it takes; small ones left out.
+        self.leaves = [frozenset((i.root,)) for i in program.instances]
+        self.read_by: dict[int, set[int]] = {}
+        self._estimate()
+        self._reach: list[int] | None = None
+        self.is_buffer = [i.producer < 0 for i in program.instances]
+        self.kernels: list[frozenset[int]] = [frozenset()] * len(program.nodes)
+        self._choose()
+
+    def _find_live(self) -> list[bool]:
+        nodes = self.program.nodes
+        live = [False] * len(nodes)
+        needed = [False] * len(self.program.instances)
+        for index in self.program.results:
+            needed[index] = True
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            if not node.outs or any(needed[out] for out in node.outs):
+                live[number] = True
+                for index in node.ins:
+                    needed[index] = True
+        return live
+
+    def _find_users(self) -> list[list[int]]:
+        users: list[list[int]] = [[] for _ in self.program.instances]
+        for number, node in enumerate(self.program.nodes):
+            if self.live[number]:
+                for index in dict.fromkeys(node.ins):
+                    users[index].append(number)
+        return users
+
+    def _estimate(self) -> None:
+        """What it takes to make every value if what several operators read is written where that pays."""
+        instances = self.program.instances
+        for number, node in enumerate(self.program.nodes):
+            if not self.live[number] or not node.fusible or node.reduces:
+                continue
+            for out in node.outs:
+                reads, work = self._cost(node, out)
+                nbytes, readers = instances[out].nbytes, len(self.users[out])
+                if readers > 1 and _pays(nbytes, work, reads, [reads] * readers):
+                    continue
+                self.reads[out] = min(nbytes, reads) if readers > 1 else reads
+                self.work[out] = work
+                found = frozenset().union(*(self.leaves[index] for index in node.ins))
+                self.leaves[out] = frozenset(
+                    leaf for leaf in found if instances[leaf].nbytes >= _NOTHING * nbytes
+                )
+
+    def _cost(self, node: _Node, out: int) -> tuple[float, float]:
+        instances = self.program.instances
+        elements = instances[out].elements
+        reads = 0.0
+        work = node.additions * elements * _BYTES_PER_ADDITION
+        for index in node.ins:
+            reads += self.reads[index]
+            size = instances[index].elements
+            # A slice makes only its part of what it reads.
+            work += self.work[index] * (elements / size if size > elements else 1)
+        return reads, work
+
+    def _choose(self) -> None:
+        """From the results back: a value's kernels are known once those of its readers are."""
+        nodes, results = self.program.nodes, set(self.program.results)
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            if not self.live[number]:
+                continue
+            readers = [user for out in node.outs for user in self.users[out]]
+            kernels = frozenset().union(*(self.kernels[user] for user in readers))
+            written = (
+                not node.fusible
+                or node.reduces
+                or not results.isdisjoint(node.outs)
+                or any(not nodes[user].fusible for user in readers)
+                or (len(kernels) > 1 and self._written_once(node, kernels))
+            )
+            if written or not kernels:
+                self.kernels[number] = frozenset((number,))
+                for out in node.outs:
+                    self.is_buffer[out] = True
+            else:
+                self.kernels[number] = kernels
+            for kernel in self.kernels[number]:
+                self.read_by.setdefault(kernel, set()).update(
+                    *(self.leaves[index] for index in node.ins)
+                )
+
+    def _written_once(self, node: _Node, kernels: frozenset[int]) -> bool:
+        """Whether one write and a read per kernel cost less than making it in every kernel.
+
+        A kernel does not pay for reading what it reads in any case.
+        """
+        instances = self.program.instances
+        out = node.outs[0]
+        nbytes = instances[out].nbytes
+        reads, work = self._cost(node, out)
+        leaves = frozenset().union(*(self.leaves[index] for index in node.ins))
+        whole = sum(instances[leaf].nbytes for leaf in leaves)
+        scale = min(1.0, reads / whole) if whole else 0.0
+
+        def pays(kernels: Sequence[int]) -> bool:
+            again = [
+                scale * sum(instances[leaf].nbytes for leaf in leaves - self.read_by[kernel])
+                for kernel in kernels
+            ]
+            return _pays(nbytes, work, reads, again)
+
+        if not pays(list(kernels)):
+            return False
+        apart = self._apart(kernels)
+        return len(apart) > 1 and pays(apart)
+
+    def _apart(self, kernels: frozenset[int]) -> list[int]:
+        """The kernels that are left when those of one size that are independent are merged."""
+        if len(kernels) > _MOST_KERNELS:
+            return list(kernels)
+        reach = self._reachable()
+        groups: list[tuple[int, list[int]]] = []
+        for kernel in sorted(kernels):
+            size = self._size(kernel)
+            for other, members in groups:
+                if other == size and not any(reach[m] >> kernel & 1 for m in members):
+                    members.append(kernel)
+                    break
+            else:
+                groups.append((size, [kernel]))
+        return [members[0] for _, members in groups]
+
+    def _size(self, number: int) -> int:
+        """The number of elements a kernel walks over."""
+        node, instances = self.program.nodes[number], self.program.instances
+        around = node.ins if node.reduces else node.outs
+        return max((instances[index].elements for index in around), default=0)
+
+    def _reachable(self) -> list[int]:
+        """For every node the set, as bits, of the nodes that depend on it, itself included."""
+        if self._reach is None:
+            reach = [0] * len(self.program.nodes)
+            for number in range(len(reach) - 1, -1, -1):
+                if self.live[number]:
+                    bits = 1 << number
+                    for out in self.program.nodes[number].outs:
+                        for user in self.users[out]:
+                            bits |= reach[user]
+                    reach[number] = bits
+            self._reach = reach
+        return self._reach
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """What runs as one: a node that writes memory, with the nodes merged into it; or a barrier.
+
+    Attributes:
+        node: the last of its nodes; kernels are known by it.
+        reads: buffers it reads, by their root instances.
+        writes: buffers it makes.
+        after: the nodes of the kernels and barriers whose results it reads.
+        copies: sources of which it, or a kernel before it, makes a copy: slices of stacked arrays that an operator
+            reads that does not fuse, and kernels of convolutions in another layout.
+    """
+
+    node: int
+    reads: set[int] = field(default_factory=set)
+    writes: list[int] = field(default_factory=list)
+    after: set[int] = field(default_factory=set)
+    copies: set[int] = field(default_factory=set)
+
+
+def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
+    """The kernels, in the order of their last nodes."""
+    instances = program.instances
+    found: dict[int, _Kernel] = {}
+    for number, node in enumerate(program.nodes):
+        if not fusion.live[number]:
+            continue
+        if fusion.kernels[number] == {number}:
+            made = found.setdefault(number, _Kernel(number))
+            made.writes = [i for i in node.outs if instances[i].root == i]
+        for member in fusion.kernels[number]:
+            kernel = found.setdefault(member, _Kernel(member))
+            for index in node.ins:
+                root = instances[index].root
+                if fusion.is_buffer[index] or root != index:
+                    kernel.reads.add(root)
+                    if instances[index].producer >= 0:
+                        kernel.after.add(instances[index].producer)
+                if root in program.slices and not node.fusible and node.kind != "barrier":
+                    kernel.copies.add(root)
+        if node.name == _CONVOLUTION and len(node.ins) > 1:
+            root = instances[node.ins[1]].root
+            if root in program.sources and _is_turned(program, node):
+                found[number].copies.add(root)
+    return [found[number] for number in sorted(found)]
+
+
+def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
+    """The order in which results larger than what they are made from come last.
+
+    XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of a
+    weight that is larger than the activations it is made from is therefore computed late, and until then its memory
+    serves for temporaries.
+    """
+    instances = program.instances
+    read = set().union(*(kernel.reads for kernel in kernels))
+    final = {instances[index].root for index in program.results} - read
+
+    def waits(kernel: _Kernel) -> bool:
+        frees = sum(instances[root].nbytes for root in kernel.reads - program.sources)
+        writes = sum(instances[root].nbytes for root in kernel.writes)
+        return writes > frees and final.issuperset(kernel.writes)
+
+    late = {kernel.node for kernel in kernels if waits(kernel)}
+    if program.stacks:
+        late |= {k.node for k in kernels if k.writes and final.issuperset(k.writes)}
+    return sorted(kernels, key=lambda kernel: (kernel.node in late, kernel.node))
+
+
+def _early(program: _Program, fusion: _Fusion) -> dict[int, int]:
+    """Buffers made from next to nothing that are made before their turn: instance to the first of their kind."""
+    ready = [-1] * len(program.instances)
+    first: dict[tuple[int, int], int] = {}
+    moved: dict[int, int] = {}
+    for number, node in enumerate(program.nodes):
+        if not fusion.live[number]:
+            continue
+        known = max((ready[index] for index in node.ins), default=-1)
+        for out in node.outs:
+            instance = program.instances[out]
+            if node.kind == "barrier" or not node.fusible:
+                ready[out] = number
+                continue
+            ready[out] = number if fusion.is_buffer[out] else known
+            if not fusion.is_buffer[out] or node.reduces:
+                continue
+            read = sum(fusion.reads[index] for index in node.ins)
+            if instance.elements > 1 and read <= _NOTHING * instance.nbytes:
+                start = first.setdefault((instance.elements, instance.nbytes), number)
+                if known <= start < number:
+                    moved[out] = ready[out] = start
+    return moved
+
+
+@dataclass(slots=True)
+class _Range:
+    """When a buffer is there: from position `start` to position `end` of an order of kernels, both included."""
+
+    index: int
+    nbytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """An order of kernels with what is alive."""
+
+    order: list[_Kernel]
+    heap_bytes: int
+    peak_bytes: int
+    at: int
+    outside: list[_Range]
+    inside: list[_Range]
+
+
+def _predict(program: _Program) -> Prediction:
+    fusion = _Fusion(program)
+    kernels = _kernels(program, fusion)
+    moved = _early(program, fusion)
+    orders = [_deferred(program, kernels)]
+    if not program.stacks:
+        orders.append(kernels)
+    found = min((_timeline(program, order, moved) for order in orders), key=lambda t: t.heap_bytes)
+    at = found.at
+    listed = [_describe(program, r.index, r.nbytes) for r in found.outside if _covers(r, at)]
+    node = program.nodes[found.order[at].node] if at >= 0 else None
+    if node is not None and node.working is not None:
+        listed += [_of_body(node, buffer) for buffer in node.working.at_peak]
+    return Prediction(
+        peak_bytes=found.peak_bytes,
+        at_peak=tuple(sorted(listed, key=lambda b: (-b.nbytes, b.value))),
+        step=node.step if node is not None else -1,
+        held_in_results_bytes=sum(r.nbytes for r in found.inside if _covers(r, at)),
+    )
+
+
+def _timeline(program: _Program, order: list[_Kernel], moved: Mapping[int, int]) -> _Timeline:
+    ranges, results = _live_ranges(program, order, moved)
+    places = _in_results(ranges, results)
+    outside = [r for i, r in enumerate(ranges) if i not in places]
+    change = [0] * (len(order) + 2)
+    for found in outside:
+        change[found.start] += found.nbytes
+        change[found.end + 1] -= found.nbytes
+    for start, nbytes in _overwritten(program, outside):
+        change[start] -= nbytes
+        change[start + 1] += nbytes
+    peak, at, alive = 0, -1, 0
+    for position, kernel in enumerate(order):
+        alive += change[position]
+        working = program.nodes[kernel.node].working
+        total = alive + (working.peak_bytes if working else 0)
+        if total > peak:
+            peak, at = total, position
+    return _Timeline(
+        order,
+        _heap(ranges + results, len(order)),
+        peak,
+        at,
+        outside,
+        [ranges[i] for i in sorted(places)],
+    )
+
+
+def _heap(ranges: list[_Range], length: int) -> int:
+    """The largest number of bytes alive, results counted from when they are written to the end."""
+    change = [0] * (length + 1)
+    for found in ranges:
+        change[found.start] += found.nbytes
+        change[found.end + 1] -= found.nbytes
+    return max(itertools.accumulate(change))
+
+
+def _covers(found: _Range, at: int) -> bool:
+    return found.start <= at <= found.end
+
+
+def _live_ranges(
+    program: _Program, order: list[_Kernel], moved: Mapping[int, int]
+) -> tuple[list[_Range], list[_Range]]:
+    """The live ranges of temporaries, and of results from when they are written."""
+    instances = program.instances
+    position = {kernel.node: i for i, kernel in enumerate(order)}
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    copied: dict[int, int] = {}
+    for i, kernel in enumerate(order):
+        for out in kernel.writes:
+            start[out] = min(i, position[moved[out]]) if out in moved else i
+            end.setdefault(out, i)
+        for root in kernel.reads:
+            end[root] = i
+        for root in kernel.copies:
+            copied.setdefault(root, i)
+            end[root] = i
+    written = {instances[index].root for index in program.results}
+    last = len(order) - 1
+    results = [_Range(i, instances[i].nbytes, start[i], last) for i in written if i in start]
+    start = {i: at for i, at in start.items() if i not in program.sources} | copied
+    ranges = [_Range(i, instances[i].nbytes, at, end[i]) for i, at in start.items()]
+    return [r for r in ranges if r.nbytes and r.index not in written], results
+
+
+def _is_turned(program: _Program, node: _Node) -> bool:
+    """Whether a convolution's kernel is copied to another layout that its data gradient reads too.
+
+    Of a kernel of one tap without strides it reads a copy of its own.
+    """
+    values, instances = program.graph.values, program.instances
+    source, kernel, result = (values[instances[i].value] for i in (*node.ins[:2], *node.outs))
+    strided = sorted(source.shape)[:-1] != sorted(result.shape)[:-1]
+    return strided or kernel.shape.count(1) < len(kernel.shape) - 2
+
+
+def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
+    """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits."""
+    least = max((found.nbytes for found in ranges), default=0) * _TINY
+    places = sorted(results, key=lambda r: (r.nbytes, r.start))
+    sizes = [place.nbytes for place in places]
+    taken: list[list[_Range]] = [[] for _ in places]
+    inside: set[int] = set()
+    for index in sorted(range(len(ranges)), key=lambda i: -ranges[i].nbytes):
+        found = ranges[index]
+        if found.nbytes < least:
+            break
+        for number in range(bisect.bisect_left(sizes, found.nbytes), len(places)):
+            free = found.end < places[number].start
+            if free and all(found.end < o.start or o.end < found.start for o in taken[number]):
+                taken[number].append(found)
+                inside.add(index)
+                break
+    return inside
+
+
+def _overwritten(program: _Program, ranges: list[_Range]) -> list[tuple[int, int]]:
+    """Where a kernel writes into an operand that dies there: position and bytes counted twice."""
+    dying: dict[tuple[int, int], int] = {}
+    for found in ranges:
+        dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
+    twice: list[tuple[int, int]] = []
+    for found in ranges:
+        producer = program.instances[found.index].producer
+        node = program.nodes[producer] if producer >= 0 else None
+        if node is None or not (node.name in _IN_PLACE or (node.fusible and not node.reduces)):
+            continue
+        key = (found.start, found.nbytes)
+        others = dying.get(key, 0) - (found.end == found.start)
+        if others > 0:
+            dying[key] -= 1
+            twice.append(key)
+    return twice
+
+
+def _describe(program: _Program, index: int, nbytes: int) -> Buffer:
+    instance = program.instances[index]
+    value = program.graph.values[instance.value]
+    node = program.nodes[instance.producer] if instance.producer >= 0 else None
+    op = program.graph.ops[value.producer] if value.producer is not None else None
+    label = f"bits of {value.label}" if instance.packed else value.label
+    if index in program.slices:
+        label = f"slice {label}"
+    return Buffer(
+        value=instance.value,
+        nbytes=nbytes,
+        label=label,
+        op=op.name if op else "",
+        scope=op.scope if op else "",
+        phase=op.phase if op else "",
+        again=node.again if node else False,
+    )
+
+
+def _of_body(node: _Node, found: Buffer) -> Buffer:
+    name = node.op.loop if node.op else ""
+    return Buffer(-1, found.nbytes, found.label, f"{name}/{found.op}", found.scope, found.phase)
