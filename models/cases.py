@@ -17,8 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models import googlenet as googlenet_model
 from models import gpt, mlp, resnet
 from models import lstm as lstm_model
+from models import mobilenet as mobilenet_model
+from models import unet as unet_model
+from models import vgg as vgg_model
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Factory = Callable[[], Case]
@@ -35,8 +39,15 @@ SMALL_CASES: tuple[str, ...] = (
     "resnet50_small",
     "lstm_small",
     "residual_mlp_small",
+    "vgg16_small",
+    "mobilenet_v2_small",
+    "googlenet_small",
+    "unet_small",
 )
 """The cases that run in seconds on a CPU."""
+
+GPT2_XL = dataclasses.replace(gpt.GPT2_SMALL, layers=48, width=1600, heads=25, dropout=0.0)
+"""GPT-2 XL without dropout, its vocabulary padded to 50304 as that of `gpt.GPT2_SMALL`."""
 
 BLOCKS_LARGE: dict[str, Any] = {
     "batch": 8,
@@ -92,6 +103,15 @@ def gpt2_small_scan() -> Case:
 
 
 @_register
+def gpt_48() -> Case:
+    """GPT-2 XL, 48 unrolled layers, batch 4 x 1024, bfloat16 with float32 parameters, no dropout.
+
+    A test of scale: the joint graph has more than 14 000 operators.
+    """
+    return gpt.gpt_loss(GPT2_XL, batch=4)
+
+
+@_register
 def gpt_blocks_scan() -> Case:
     """12 GPT blocks under `lax.scan`, batch 8 x 512, width 768, bfloat16, dropout 0.1."""
     return gpt.blocks_scanned(layers=12, **BLOCKS_LARGE)
@@ -140,6 +160,54 @@ def resnet152() -> Case:
 
 
 @_register
+def vgg16() -> Case:
+    """VGG-16, batch 32 of 224 x 224 images, float32, dropout 0.5."""
+    return vgg_model.vgg_loss(vgg_model.VGG16, batch=32, size=224)
+
+
+@_register
+def vgg16_small() -> Case:
+    """VGG-16 with 4 filters, batch 4 of 32 x 32 images, float32, dropout 0.5."""
+    return vgg_model.vgg_loss(vgg_model.VGG16_SMALL, batch=4, size=32)
+
+
+@_register
+def mobilenet_v2() -> Case:
+    """MobileNetV2, batch 32 of 224 x 224 images, float32, dropout 0.2."""
+    return mobilenet_model.mobilenet_loss(mobilenet_model.MOBILENET_V2, batch=32, size=224)
+
+
+@_register
+def mobilenet_v2_small() -> Case:
+    """MobileNetV2 cut to 5 narrow blocks, batch 4 of 32 x 32 images, float32, dropout 0.2."""
+    return mobilenet_model.mobilenet_loss(mobilenet_model.MOBILENET_V2_SMALL, batch=4, size=32)
+
+
+@_register
+def googlenet() -> Case:
+    """GoogLeNet with batch norm, batch 32 of 224 x 224 images, float32, dropout 0.4."""
+    return googlenet_model.googlenet_loss(googlenet_model.GOOGLENET, batch=32, size=224)
+
+
+@_register
+def googlenet_small() -> Case:
+    """GoogLeNet cut to 2 narrow modules, batch 4 of 32 x 32 images, float32, dropout 0.4."""
+    return googlenet_model.googlenet_loss(googlenet_model.GOOGLENET_SMALL, batch=4, size=32)
+
+
+@_register
+def unet() -> Case:
+    """U-Net, batch 8 of 256 x 256 grey images, float32, dropout 0.5."""
+    return unet_model.unet_loss(unet_model.UNET, batch=8, size=256)
+
+
+@_register
+def unet_small() -> Case:
+    """U-Net with 4 filters, batch 2 of 32 x 32 grey images, float32, dropout 0.5."""
+    return unet_model.unet_loss(unet_model.UNET_SMALL, batch=2, size=32)
+
+
+@_register
 def lstm_small() -> Case:
     """LSTM language model of width 32, batch 4 x 32, dropout 0.1."""
     return lstm_model.lstm_loss(lstm_model.LSTM_SMALL, batch=4, length=32)
@@ -155,6 +223,18 @@ def lstm() -> Case:
 def residual_mlp() -> Case:
     """16 residual layers of width 256-1024-1024-256, batch 1024, float32."""
     return mlp.residual_mlp()
+
+
+@_register
+def residual_mlp_100() -> Case:
+    """`residual_mlp` with 100 layers."""
+    return mlp.residual_mlp(layers=100)
+
+
+@_register
+def residual_mlp_1000() -> Case:
+    """`residual_mlp` with 1000 layers; tracing it to a joint graph takes some ten seconds."""
+    return mlp.residual_mlp(layers=1000)
 
 
 @_register

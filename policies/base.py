@@ -73,7 +73,7 @@ class BudgetPolicy(Protocol):
 def describe_options(policy: object) -> str:
     """Returns a policy's settings as text, `name=value, ...`, those at their default left out."""
     changed = [
-        f"{f.name}={getattr(policy, f.name)!r}"
+        f"{f.name}={getattr(policy, f.name)!r}" if f.repr else f"{f.name}=given"
         for f in fields(policy)  # type: ignore[arg-type]
         if getattr(policy, f.name) != f.default
     ]

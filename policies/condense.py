@@ -122,8 +122,8 @@ def condense(
         graph: a joint graph.
         device: whose roofline prices the nodes.
         objective: `seconds`, or `flops` for the operations alone.
-        op_seconds: measured seconds of single operators, by operator id, used where they are larger than the
-            arithmetic of the roofline; see `remat.cost.measure`.
+        op_seconds: measured seconds of single operators, by operator id, instead of their roofline; what is
+            fused into them adds its arithmetic. See `remat.cost.measure`.
         workspace: extra bytes while an operator runs, by operator id (the body of a loop).
     """
     live = _live_ops(graph)
@@ -265,10 +265,10 @@ class _Price:
         flops = sum(graph.ops[index].flops for index in fused)
         if self.objective == "flops":
             return float(flops + op.flops)
-        if op.id in self.seconds:
-            return self.seconds[op.id]
         vector = device.matmul_flops_per_second("bf16") / 16
         compute = flops / vector
+        if op.id in self.seconds:
+            return self.seconds[op.id] + compute
         if op.heavy:
             dtype = hlo_type(graph.values[op.outputs[0]].dtype) if op.outputs else "f32"
             compute += op.flops / device.matmul_flops_per_second(dtype)

@@ -20,8 +20,9 @@ exponential and stops after `seconds`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
 
 from remat.devices import get_device
 from remat.errors import PolicyError
@@ -35,9 +36,23 @@ from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
 from remat.policies.problem import peak_of_order
 
-__all__ = ["Ilp"]
+__all__ = ["Ilp", "MeasuredCosts"]
 
 Method = Literal["auto", "exact", "search", "starts"]
+
+
+class MeasuredCosts(Protocol):
+    """What `remat.cost.measure` returns: seconds of operators of the graph with this fingerprint."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the joint graph that was measured."""
+        ...
+
+    @property
+    def measured_seconds(self) -> Mapping[int, float]:
+        """Seconds by operator id."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Ilp:
         exact_limit: nodes up to which `auto` is exact.
         seconds: limit on the integer program's time. A plan that hits it may differ between runs.
         effort: proposals of the local search per node; its result is the same in every run.
+        costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop bodies
+            keep their roofline.
         device: whose roofline prices the nodes.
     """
 
@@ -59,6 +76,7 @@ class Ilp:
     exact_limit: int = 60
     seconds: float = 20.0
     effort: int = 4000
+    costs: MeasuredCosts | None = field(default=None, repr=False)
     device: str = "h200"
     name: ClassVar[str] = "ilp"
 
@@ -90,7 +108,17 @@ class Ilp:
         return self._solve(self._condensed(graph), budget_bytes)
 
     def _condensed(self, graph: Graph) -> Condensed:
-        return condense(graph, device=self.device, objective=self.objective)
+        measured = None
+        if self.costs is not None:
+            if self.costs.fingerprint != graph.fingerprint():
+                raise PolicyError(
+                    "Ilp(costs=...): these costs were measured for another function, or for other shapes or "
+                    "other differentiated arguments. Measure again with remat.cost.measure(fun, *args)."
+                )
+            measured = self.costs.measured_seconds
+        return condense(
+            graph, device=self.device, objective=self.objective, op_seconds=measured
+        )
 
     def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
         problem = condensed.problem

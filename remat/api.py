@@ -15,7 +15,8 @@ import numpy as np
 
 from remat import _compat
 from remat.errors import PolicyError, TraceError
-from remat.lower import StagedFunction
+from remat.lower import Planner, StagedFunction
+from remat.override import active_attempt
 from remat.plan import Plan
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
 from remat.segments import annotate_program, differentiable_flags
@@ -140,8 +141,12 @@ class _Wrapped:
 
     def traced(self, call: _Call) -> _Traced:
         barriers = self.barriers and not _compat.in_loop_body()
+        planner, cache = self.planner, self.cache
+        attempt = active_attempt(planner)
+        if attempt is not None:  # `remat.fit` plans all wrappers anew
+            planner, cache = attempt.planner, _cache_of(self.fun, attempt.caches)
         key = (
-            self.planner,
+            planner,
             barriers,
             self.inline_checkpoints,
             self.by_policy,
@@ -149,16 +154,18 @@ class _Wrapped:
             tuple(map(_aval_of, call.leaves)),
             _compat.trace_context(),
         )
-        found = self.cache.get(key)
+        found = cache.get(key)
         if found is None:
-            found = self._trace(call, barriers)
+            found = self._trace(call, barriers, planner)
             if not found.lifted:
-                if len(self.cache) >= _CACHE_SIZE:
-                    self.cache.pop(next(iter(self.cache)))
-                self.cache[key] = found
+                if len(cache) >= _CACHE_SIZE:
+                    cache.pop(next(iter(cache)))
+                cache[key] = found
+        if attempt is not None:
+            attempt.called(found.function, self.fun, (*found.lifted, *call.leaves))
         return found
 
-    def _trace(self, call: _Call, barriers: bool) -> _Traced:
+    def _trace(self, call: _Call, barriers: bool, planner: Planner) -> _Traced:
         fun, rebuild = self.fun, call.rebuild
 
         def flat(*leaves: Any) -> tuple[list[Any], Any]:
@@ -169,7 +176,7 @@ class _Wrapped:
         program, lifted = lift_tracers(program)
         function = StagedFunction(
             program,
-            self.planner,
+            planner,
             barriers=barriers,
             inline_checkpoints=self.inline_checkpoints,
             name_values=self.by_policy,
@@ -177,13 +184,14 @@ class _Wrapped:
         return _Traced(function, tree, lifted, self.by_policy)
 
 
-_CACHES: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]] = weakref.WeakKeyDictionary()
+_Caches = weakref.WeakKeyDictionary[Any, dict[Any, _Traced]]
+_CACHES: _Caches = weakref.WeakKeyDictionary()
 
 
-def _cache_of(fun: Callable[..., Any]) -> dict[Any, _Traced]:
+def _cache_of(fun: Callable[..., Any], caches: _Caches = _CACHES) -> dict[Any, _Traced]:
     """The traces of a function, shared by all its wrappers, so that wrapping anew costs nothing."""
     try:
-        return _CACHES.setdefault(fun, {})
+        return caches.setdefault(fun, {})
     except TypeError:  # not hashable or not weakly referable
         return {}
 

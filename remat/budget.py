@@ -11,16 +11,22 @@ left of the budget on the loops that gain the most per byte (a multiple-choice k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from remat.devices import get_device
 from remat.errors import BudgetError
 from remat.graph import Graph
+from remat.memory import peak_bytes
 from remat.plan import LoopPlan, Plan
 from remat.planning import make_plan, plan_from_saved
 from remat.policies import Full, MinCut, Policy
+from remat.policies._segments import sequence_of_saved
 from remat.policies.base import BudgetPolicy, describe_options
+from remat.policies.condense import Condensed, condense
+from remat.policies.problem import replay
 
 __all__ = [
     "BodyOption",
@@ -37,7 +43,10 @@ __all__ = [
 Limit = int | float
 
 _ATTEMPTS = 6
-_LOOP_ROUNDS = 4
+_ROUNDS = 6
+_FEW_COMBINATIONS = 4096
+# An option that takes more memory has to be at least this much faster.
+_WORTHWHILE = 0.98
 
 
 def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
@@ -110,15 +119,12 @@ class BodyOption:
         plan: the body's plan.
         seconds: roofline estimate of what it costs per iteration: recomputation, and writing and reading what
             is kept.
+        saved_bytes: kept per iteration; what is the same in every iteration is kept once and not counted.
     """
 
     plan: Plan
     seconds: float
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes kept per iteration."""
-        return self.plan.saved_bytes
+    saved_bytes: int
 
 
 def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
@@ -136,18 +142,43 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
             MinCut(memory_weight=weight, heavy="roofline", random=random, device=device)
             for weight in (0.25, 1, 3, 8, 20, 60, 1000)
         ]
-    bandwidth = get_device(device).memory_bytes_per_second
     found: dict[tuple[int, ...], BodyOption] = {}
+    condensed = condense(graph, device=device)
+    varying = _varying(graph)
     for policy in policies:
         plan = make_plan(graph, policy, barriers=False)
-        moved = 2 * plan.saved_bytes / bandwidth
-        option = BodyOption(plan, plan.recompute_seconds + moved)
-        found.setdefault(plan.saved_values, option)
+        if plan.saved_values not in found:
+            found[plan.saved_values] = _option(plan, condensed, varying)
     best: list[BodyOption] = []
     for option in sorted(found.values(), key=lambda o: (o.saved_bytes, o.seconds)):
-        if not best or option.seconds < best[-1].seconds:
+        if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
             best.append(option)
     return best
+
+
+def _option(plan: Plan, condensed: Condensed, varying: frozenset[int]) -> BodyOption:
+    """Prices a body's plan: kernels that run again, and the bytes kept, written once and read once."""
+    graph, problem = condensed.graph, condensed.problem
+    kept = [
+        entry
+        for entry in plan.saved
+        if entry.value in varying and entry.value not in graph.alive_anyway
+    ]
+    saved_bytes = sum(entry.nbytes for entry in kept)
+    nodes = {condensed.node_of[v] for v in plan.saved_values if v in condensed.node_of}
+    sequence = sequence_of_saved(problem, {n for n in nodes if n < problem.turn})
+    moved = 2 * saved_bytes / get_device(plan.device).memory_bytes_per_second
+    return BodyOption(plan, replay(problem, sequence).extra_cost + moved, saved_bytes)
+
+
+def _varying(graph: Graph) -> frozenset[int]:
+    """Forward values of a loop's body that differ between iterations; XLA computes the others once."""
+    fixed = {*graph.invariant, *graph.constants}
+    found = {v for v in graph.inputs if v not in fixed}
+    for op in graph.forward_ops():
+        if op.random or op.effectful or any(v in found for v in op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
 
 
 @dataclass
@@ -191,21 +222,24 @@ class _Body:
 class BudgetSession:
     """Plans one function, its loops included, within a limit.
 
+    Round one keeps the least in every loop and, outside of loops, what the minimum cut keeps. If that fits, what
+    is left of the limit is spent on the loops; if it does not, what is outside is planned within what the loops
+    leave. Every later round checks the prediction for the whole and excludes what did not fit.
+
     Args:
         policy: plans what is outside of loops.
         limit: bytes, or a fraction of the peak without rematerialization.
     """
 
-    def __init__(self, policy: Policy, limit: Limit) -> None:
+    def __init__(self, policy: BudgetPolicy, limit: Limit) -> None:
         self.policy = policy
         self.limit = limit
         self.device = str(getattr(policy, "device", "h200"))
         self.bodies: dict[str, _Body] = {}
         self.rounds = 0
-        self.spent_bytes = 0  # on the loops' options
-        self.shrink_bytes = 0
-        self.floor: Plan | None = None
-        self.within: int | None = None
+        self.within: int | None = None  # bytes for what is outside of loops, None for no limit
+        self.least: Plan | None = None  # of the first round
+        self.excluded: set[tuple[int, ...]] = set()
 
     def begin(self) -> BudgetSession:
         """Returns itself: a session is used once."""
@@ -215,21 +249,19 @@ class BudgetSession:
         """Returns the planner of a loop's body."""
         return self.bodies.setdefault(path, _Body(self.device))
 
+    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+        """Whatever the loops were planned to is right."""
+        del loops
+
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
-        if not self.bodies and isinstance(self.limit, int):
-            return plan_within(graph, self.policy, self.limit, barriers=barriers)
-        if self.within is None:
-            loose = _without_limit(graph, self.policy, barriers)
-            if self.bodies:
-                return loose  # `again` knows the whole
-            return plan_within(
-                graph,
-                self.policy,
-                limit_bytes(self.limit, loose.baseline_peak_bytes),
-                barriers=barriers,
-            )
-        return plan_within(graph, self.policy, self.within, barriers=barriers)
+        if self.within is not None:
+            return plan_within(graph, self.policy, self.within, barriers=barriers)
+        if not self.bodies:
+            limit = limit_bytes(self.limit, peak_bytes(graph))
+            return plan_within(graph, self.policy, limit, barriers=barriers)
+        plan = make_plan(graph, MinCut(device=self.device), barriers=barriers)
+        return replace(plan, policy_name=self.policy.name, options=describe_options(self.policy))
 
     def again(self, plan: Plan) -> bool:
         """Looks at a finished plan, its loops included; True asks to plan once more."""
@@ -237,35 +269,39 @@ class BudgetSession:
             return False
         limit = limit_bytes(self.limit, plan.baseline_peak_bytes)
         self.rounds += 1
+        fits = plan.peak_bytes <= limit
+        if self.least is None:
+            self.least = plan
+        if self.within is not None:  # the loops keep the least, and the rest has to give
+            missing = plan.peak_bytes - limit
+            self.within -= missing
+            return not fits and self.within > 0 and self.rounds <= _ROUNDS
         if self.rounds == 1:
-            if plan.peak_bytes > limit:  # the loops keep the least: the rest has to give
-                working = max((x.plan.peak_bytes for x in plan.loops), default=0)
-                self.within = limit - working
-                if self.within <= 0:
-                    raise too_small(plan, limit)
-                return True
-            return self._spend(plan, limit - plan.peak_bytes)
-        if plan.peak_bytes <= limit or self.rounds > _LOOP_ROUNDS:
-            if plan.peak_bytes > limit and any(body.chosen for body in self.bodies.values()):
-                return self._spend(plan, 0)
+            if fits:
+                return self._choose(limit)
+            self.within = limit - (plan.peak_bytes - _outside_peak(plan))
+            if self.within <= 0:
+                raise too_small(plan, limit)
+            return True
+        if fits:
             return False
-        self.shrink_bytes += plan.peak_bytes - limit
-        return self._spend(plan, self.spent_bytes - self.shrink_bytes)
+        self.excluded.add(tuple(body.chosen for body in self.bodies.values()))
+        return self._choose(limit)
 
-    def _spend(self, plan: Plan, slack_bytes: int) -> bool:
-        lengths = {x.path: x.length for x in plan.loops}
-        before = {path: body.chosen for path, body in self.bodies.items()}
-        menu = {path: self.bodies[path].options for path in lengths if path in self.bodies}
-        chosen = choose_options(menu, lengths, max(slack_bytes, 0))
-        for path, index in chosen.items():
-            self.bodies[path].chosen = index
-        if self.rounds == 1:
-            self.spent_bytes = slack_bytes
-        return before != {path: body.chosen for path, body in self.bodies.items()}
-
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Whatever the loops were planned to is right."""
-        del loops
+    def _choose(self, limit: int) -> bool:
+        """Takes the fastest options that should fit; False if they are those already taken."""
+        assert self.least is not None
+        before = tuple(body.chosen for body in self.bodies.values())
+        menus = [body.options for body in self.bodies.values()]
+        lengths = {x.path: x.length for x in self.least.loops}
+        trips = [lengths.get(path, 0) for path in self.bodies]
+        slack = limit - self.least.peak_bytes
+        if self.rounds >= _ROUNDS:
+            slack = 0  # back to the least, which fits
+        chosen = choose_options(menus, trips, slack, self.excluded)
+        for body, index in zip(self.bodies.values(), chosen, strict=True):
+            body.chosen = index
+        return chosen != before
 
     def check(self, plan: Plan) -> None:
         """Holds the finished plan to the limit.
@@ -276,34 +312,63 @@ class BudgetSession:
         hold(plan, limit_bytes(self.limit, plan.baseline_peak_bytes))
 
 
-def _without_limit(graph: Graph, policy: Policy, barriers: bool) -> Plan:
-    plan = make_plan(graph, MinCut(), barriers=barriers)
-    return replace(plan, policy_name=policy.name, options=describe_options(policy))
+def _outside_peak(plan: Plan) -> int:
+    """The predicted peak of what is outside of loops alone."""
+    return peak_bytes(plan.graph, plan.schedule)
 
 
 def choose_options(
-    menu: Mapping[str, Sequence[BodyOption]], lengths: Mapping[str, int], slack_bytes: int
-) -> dict[str, int]:
-    """Returns for every loop the option to take: the least time within `slack_bytes` above the first options.
+    menus: Sequence[Sequence[BodyOption]],
+    trips: Sequence[int],
+    slack_bytes: int,
+    excluded: Collection[tuple[int, ...]] = (),
+) -> tuple[int, ...]:
+    """Returns for every loop the option to take: the least time for at most `slack_bytes` above the first options.
 
-    Exact, by enumerating the Pareto front loop by loop.
+    What a loop keeps counts once per trip, its working memory once, and only the largest of all loops. Exact
+    while there are few loops; with more the working memory of every loop counts.
+
+    Args:
+        menus: options of every loop, the first keeps the least.
+        trips: of every loop.
+        slack_bytes: what may be spent above the first options; if nothing fits these are returned.
+        excluded: choices not to make.
     """
-    front: list[tuple[int, float, dict[str, int]]] = [(0, 0.0, {})]
-    for path, options in menu.items():
-        length = lengths[path]
+
+    def kept(loop: int, option: BodyOption) -> int:
+        return trips[loop] * (option.saved_bytes - menus[loop][0].saved_bytes)
+
+    if math.prod(len(menu) for menu in menus) <= _FEW_COMBINATIONS:
+        least_working = max((menu[0].plan.peak_bytes for menu in menus), default=0)
+        best = (math.inf, tuple(0 for _ in menus))
+        for choice in itertools.product(*(range(len(menu)) for menu in menus)):
+            if choice in excluded:
+                continue
+            options = [menu[index] for menu, index in zip(menus, choice, strict=True)]
+            working = max((option.plan.peak_bytes for option in options), default=0)
+            used = sum(kept(loop, option) for loop, option in enumerate(options))
+            seconds = sum(n * option.seconds for n, option in zip(trips, options, strict=True))
+            if used + max(0, working - least_working) <= slack_bytes:
+                best = min(best, (seconds, choice))
+        return best[1]
+    front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
+    for loop, menu in enumerate(menus):
         grown = [
             (
-                used + length * (option.saved_bytes - options[0].saved_bytes),
-                seconds + length * option.seconds,
-                {**chosen, path: index},
+                used
+                + kept(loop, option)
+                + max(0, option.plan.peak_bytes - menu[0].plan.peak_bytes),
+                seconds + trips[loop] * option.seconds,
+                (*choice, index),
             )
-            for used, seconds, chosen in front
-            for index, option in enumerate(options)
+            for used, seconds, choice in front
+            for index, option in enumerate(menu)
         ]
-        grown.sort(key=lambda entry: (entry[0], entry[1]))
         front = []
-        for entry in grown:
+        for entry in sorted(grown):
             if entry[0] <= slack_bytes and (not front or entry[1] < front[-1][1]):
                 front.append(entry)
-        front = front or [min(grown, key=lambda entry: entry[0])]
-    return front[-1][2]
+        if not front:
+            return tuple(0 for _ in menus)
+    allowed = [entry[2] for entry in front if entry[2] not in excluded]
+    return allowed[-1] if allowed else tuple(0 for _ in menus)

@@ -96,6 +96,9 @@ class Costs:
     estimated_as: str
     fingerprint: str
 
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.device, self.estimated_as, self.measured))
+
     @property
     def measured_seconds(self) -> dict[int, float]:
         """The measured operators only, by operator id."""

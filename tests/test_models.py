@@ -52,8 +52,14 @@ def micro(name: str) -> gpt.Case:
 
 # --- every case
 
+DEEP_CASES = ("gpt_48", "residual_mlp_1000")  # tracing one takes many seconds
 
-@pytest.mark.parametrize("name", cases.CASES)
+
+def _slow_if_deep(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow if name in DEEP_CASES else ())
+
+
+@pytest.mark.parametrize("name", [_slow_if_deep(name) for name in cases.CASES])
 def test_every_case_is_a_scalar_float_loss_of_its_shapes(name: str) -> None:
     loss, shapes = cases.CASES[name]()
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
@@ -110,6 +116,8 @@ def _is_key(leaf: Any) -> bool:
         (gpt.GPT2_SMALL, 124_475_904),
         (dataclasses.replace(gpt.GPT2_SMALL, vocab_size=50257), 124_439_808),
         (dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True), 124_475_904),
+        (cases.GPT2_XL, 1_557_686_400),
+        (dataclasses.replace(cases.GPT2_XL, vocab_size=50257), 1_557_611_200),
         (dataclasses.replace(gpt.GPT2_SMALL, tied_head=False), 124_475_904 + 50304 * 768),
     ],
 )
@@ -320,6 +328,30 @@ def test_resnet_strides_by_thirty_two(config: resnet.ResNetConfig, channels: int
     )
     last = f"stage_3_block_{config.stages[3] - 1}"
     assert state["intermediates"][last]["__call__"][0].shape == (1, 2, 2, channels)
+
+
+@pytest.mark.parametrize("layers", [1, 100])
+def test_residual_mlp_of_any_depth_has_three_products_and_one_name_per_boundary(
+    layers: int,
+) -> None:
+    loss, shapes = mlp.residual_mlp(layers=layers)
+    names = [eqn.primitive.name for eqn in jax.make_jaxpr(loss)(*shapes).jaxpr.eqns]
+    assert count(shapes[0]) == layers * (2 * 256 * 1024 + 1024 * 1024)
+    assert names.count("dot_general") == 3 * layers
+    assert names.count("name") == layers - 1 == len(mlp.boundary_names(layers))
+
+
+def test_deep_cases_have_their_depth() -> None:
+    depth = {name: len(cases.CASES[name]()[1][0]) for name in cases.CASES if "mlp" in name}
+    assert depth == {
+        "residual_mlp": 16,
+        "residual_mlp_small": 4,
+        "residual_mlp_100": 100,
+        "residual_mlp_1000": 1000,
+    }
+    _, (params, tokens, _, _) = cases.gpt_48()
+    assert sum(name.startswith("block_") for name in params) == 48
+    assert tokens.shape == (4, 1024)
 
 
 def test_residual_mlp_names_its_fifteen_boundaries() -> None:
