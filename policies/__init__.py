@@ -12,6 +12,7 @@ if __name__ != "remat.policies":
 
 from remat.policies.auto import Auto
 from remat.policies.base import BudgetPolicy, Decision, Policy
+from remat.policies.checkmate import Checkmate
 from remat.policies.full import Full
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
@@ -25,6 +26,7 @@ __all__ = [
     "POLICIES",
     "Auto",
     "BudgetPolicy",
+    "Checkmate",
     "Decision",
     "Full",
     "Ilp",

@@ -77,7 +77,8 @@ Ints = npt.NDArray[np.int64]
 _LEAN_LIMIT = 4
 # Values on a tape up to which every step of the greedy path prices all of them anew.
 _GREEDY_LIMIT = 48
-
+# Forward nodes per stage up to which stages are merged; larger ones are slow to measure.
+_COARSEST = 512
 
 
 @dataclass(frozen=True)
@@ -1035,7 +1036,7 @@ def solve_chain(
 
     Within a stage an option may leave out any value, across stages the program can only checkpoint or tape.
     Fine stages therefore suit small budgets, coarse ones large budgets: the chain is solved as found and with
-    its stages merged until each has 2, 4, 8, ... forward nodes, and the cheapest plan is returned (among equal
+    its stages merged until each has 2, 4, 8, ... 512 forward nodes, and the cheapest plan is returned (among equal
     ones that with the smaller peak).
 
     Args:
@@ -1124,7 +1125,7 @@ def _forms(chain: Chain, max_stages: int) -> Iterable[Chain]:
     yield first
     known = {_bounds(first)}
     least = 2
-    while least < chain.problem.turn:
+    while least < min(chain.problem.turn, _COARSEST + 1):
         for backwards in (False, True):
             form = _merged(chain, least, backwards)
             if len(form.segments) <= max_stages and _bounds(form) not in known:
@@ -1177,9 +1178,7 @@ def _joined(chain: Chain, groups: Sequence[range]) -> Chain:
     return Chain(chain.problem, tuple(segments), chain.pinned)
 
 
-def run_steps(
-    chain: Chain, stages: Sequence[ChainStage], steps: Iterable[Step]
-) -> tuple[int, ...]:
+def run_steps(chain: Chain, stages: Sequence[ChainStage], steps: Iterable[Step]) -> tuple[int, ...]:
     """Turns a schedule over stages into a sequence over nodes.
 
     Args:

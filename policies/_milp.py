@@ -57,8 +57,11 @@ __all__ = [
 SolveStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
 Progress = Callable[[float, float, float], None]
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 _SHARE = 0.5  # of the time left that one relaxation may take
+_TIGHTER_SHARE = 0.05  # of the time left that one attempt to find a sequence may take
+_ROUGH_GAP = 0.05  # above it, more time is spent on finding sequences
 _WHOLE_BELOW = 400  # columns: so small a program is solved whole
 
 
@@ -320,11 +323,34 @@ class _Search:
             complete = outcome.objective * model.unit <= self.bound * (1 + 1e-9) or self.gap > 0
             if self.done or not complete:
                 break
+            if self.best_cost - self.bound > _ROUGH_GAP * self.best_cost or self.best is None:
+                self._tighter(checked, exact, replayed)
+                if self.done:
+                    break
             grown = _violations(self.problem, base, sequence, replayed, self.budget_bytes)
             if not _extend(grown, checked, exact, limit=max(3, len(checked) // 3)):
                 break
         if not self.done:
             self._whole()
+
+    def _tighter(self, checked: set[int], exact: set[int], over: Replayed) -> None:
+        """Looks for a sequence within the budget: the same relaxation, for a budget less by the excess."""
+        limit, peak = self.budget_bytes, over.peak_bytes
+        for attempt in range(3):
+            limit -= peak - self.budget_bytes
+            if limit < self.problem.floor_bytes or self.done:
+                return
+            base = plan_stages(self.problem, limit)
+            stages = relax_stages(self.problem, base, checked, exact)
+            model = build_staged(self.problem, limit, stages=stages)
+            outcome = self._solve(model, self.left * _TIGHTER_SHARE, gap=max(self.gap, 0.02))
+            self.interrupted |= outcome.interrupted
+            if outcome.values is None or self.interrupted:
+                return
+            origin = f"relaxation at {limit} bytes, attempt {attempt + 1}"
+            peak = self.offer(model.sequence(outcome.values), origin).peak_bytes
+            if peak <= self.budget_bytes:
+                return
 
     def _whole(self) -> None:
         """The whole program; its solutions are within the budget but for rounding."""
@@ -345,7 +371,11 @@ class _Search:
             limit = min(limit, self.budget_bytes) - 2 * (replayed.peak_bytes - self.budget_bytes)
 
     def _solve(
-        self, model: StagedModel, seconds: float, start: np.ndarray | None = None
+        self,
+        model: StagedModel,
+        seconds: float,
+        start: Floats | None = None,
+        gap: float | None = None,
     ) -> MipOutcome:
         if model.impossible is not None:
             return MipOutcome(None, math.inf, math.inf, True, False, 0)
@@ -356,7 +386,7 @@ class _Search:
         return run_mip(
             model.rows,
             seconds=min(seconds, 1e9),
-            gap=self.gap,
+            gap=self.gap if gap is None else gap,
             absolute_gap=1 - 1e-6 if model.whole else 1e-6,
             start=start,
             stop=self.stop,

@@ -58,7 +58,8 @@ _ROUNDS = ((0.4, 1.0), (0.3, 0.3), (0.3, 0.1))
 # Temperatures in mean costs of a repeatable node.
 _HOT, _COLD = 0.3, 0.003
 _LARGE = 2000  # nodes
-_PRICE_STEP, _PRICE_LOW, _PRICE_HIGH = 1.05, 1e-3, 1e4
+_PRICE_STEP, _PRICE_LOW, _PRICE_HIGH = 1.006, 1e-3, 1e4
+_PRICE_URGE = 0.06  # logarithm of the step until the budget is first met, up to 100 nodes
 _SLICE_SECONDS = 0.05
 _SLICE = 2048  # proposals of a slice if proposals are limited: part of what makes it deterministic
 _COST_STEPS = 1 << 46  # costs that are not whole are rounded to this share of the total
@@ -410,7 +411,8 @@ class _Walk:
         repeatable = costs[problem.repeatable & (costs > 0)]
         self.mean_cost = float(repeatable.mean()) if len(repeatable) else 1.0
         price = max(1.0, float(self.base_cost)) / max(1, target)
-        prices = [0.0, price, _PRICE_STEP, price * _PRICE_LOW, price * _PRICE_HIGH]
+        urge = math.exp(_PRICE_URGE * min(1.0, 100 / count))
+        prices = [0.0, price, _PRICE_STEP, urge, price * _PRICE_LOW, price * _PRICE_HIGH]
         self.f = self._array(np.array(prices))
         entries = 1 << k.TABLE_BITS
         self.table = self._array(np.array([-math.log((i + 0.5) / entries) for i in range(entries)]))

@@ -36,7 +36,7 @@ FEASIBLE, ACCEPTED, DONE, LENGTH, REORDER, LONGEST, EDITED = range(16, 23)
 SCALARS = 32
 
 # Scalars in `f`.
-TEMPERATURE, PRICE, PRICE_STEP, PRICE_LOW, PRICE_HIGH = range(5)
+TEMPERATURE, PRICE, PRICE_STEP, PRICE_URGE, PRICE_LOW, PRICE_HIGH = range(6)
 
 # Fields of a run's row.
 NODE, POS, PREV, NEXT, END, OUT, INDEX = range(7)
@@ -48,7 +48,7 @@ MASK32 = (1 << 32) - 1
 HUGE = 1 << 56
 EDITS = 96  # most edits of one proposal, undo included
 FLUSH_AT = 256
-PERIOD = 1024  # proposals between adjustments of the price
+PERIOD = 128  # proposals between adjustments of the price
 TABLE_BITS = 12
 
 
@@ -801,6 +801,8 @@ def run(
         if p[DONE] % PERIOD == 0:
             if 2 * p[FEASIBLE] > PERIOD:
                 f[PRICE] /= f[PRICE_STEP]
+            elif p[BEST_OVER] > 0:
+                f[PRICE] *= f[PRICE_URGE]  # no sequence within the budget is known
             else:
                 f[PRICE] *= f[PRICE_STEP]
             if f[PRICE] < f[PRICE_LOW]:

@@ -30,7 +30,7 @@ from remat.graph import Graph
 from remat.policies._chains import solve_chain
 from remat.policies._ilp_cut import cut_bound
 from remat.policies._milp import solve_restricted
-from remat.policies._search import search
+from remat.policies._search import is_compilable, search
 from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
@@ -64,7 +64,8 @@ class Ilp:
         method: `exact` is the integer program, `search` the local search, `starts` neither; `auto` is exact up
             to `exact_limit` nodes.
         exact_limit: nodes up to which `auto` is exact.
-        seconds: limit on the integer program's time. A plan that hits it may differ between runs.
+        seconds: limit on the integer program's time, and on the search's where numba is not installed. A plan
+            that hits it may differ between runs.
         effort: proposals of the local search per node; its result is the same in every run.
         costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop bodies
             keep their roofline.
@@ -116,9 +117,7 @@ class Ilp:
                     "other differentiated arguments. Measure again with remat.cost.measure(fun, *args)."
                 )
             measured = self.costs.measured_seconds
-        return condense(
-            graph, device=self.device, objective=self.objective, op_seconds=measured
-        )
+        return condense(graph, device=self.device, objective=self.objective, op_seconds=measured)
 
     def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
         problem = condensed.problem
@@ -163,12 +162,18 @@ class Ilp:
 
     def _search(self, pool: Pool) -> tuple[str, ...]:
         start = pool.best or pool.smallest
+        compiled = is_compilable()
         found = search(
             pool.problem,
             pool.budget_bytes,
             start=start.sequence if start else None,
-            proposals=self.effort * len(pool.problem),
+            proposals=self.effort * len(pool.problem) if compiled else None,
+            seconds=self.seconds,
         )
         pool.offer("local search", found.sequence.tolist())
-        how = "" if found.compiled else ", not compiled: pip install 'remat[search]' makes it fast"
+        how = (
+            ""
+            if compiled
+            else " in Python, stopped by the clock: pip install numba makes it a hundred times faster"
+        )
         return (f"local search: {found.proposals:,} proposals{how}",)

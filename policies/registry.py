@@ -7,6 +7,7 @@ from collections.abc import Callable
 from remat.errors import PolicyError, nearest
 from remat.policies.auto import Auto
 from remat.policies.base import Policy
+from remat.policies.checkmate import Checkmate
 from remat.policies.full import Full
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
@@ -24,6 +25,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "min_cut": MinCut,
     "sublinear": Sublinear,
     "revolve": Revolve,
+    "checkmate": Checkmate,
     "ilp": Ilp,
     "auto": Auto,
 }

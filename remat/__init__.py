@@ -3,6 +3,8 @@
 from remat import policies as policies
 from remat.api import checkpoint as checkpoint
 from remat.api import plan as plan
+from remat.batch import MaxBatch as MaxBatch
+from remat.batch import max_batch as max_batch
 from remat.compile import CompileReport as CompileReport
 from remat.compile import compile_report as compile_report
 from remat.errors import BudgetError as BudgetError
@@ -13,6 +15,11 @@ from remat.errors import PolicyError as PolicyError
 from remat.errors import RematError as RematError
 from remat.errors import ScheduleError as ScheduleError
 from remat.errors import TraceError as TraceError
+from remat.fit import Fitted as Fitted
+from remat.fit import fit as fit
+from remat.pareto import Pareto as Pareto
+from remat.pareto import iter_pareto as iter_pareto
+from remat.pareto import pareto as pareto
 from remat.plan import Plan as Plan
 
 __version__ = "0.1.0"

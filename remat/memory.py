@@ -62,7 +62,9 @@ _PICKS = frozenset({"slice", "split", "pad", "concatenate"})
 _COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
 _IN_PLACE = frozenset(
-    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scan while".split()
+    """
+    scan scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add select_and_scatter_add while
+    """.split()
 )
 # Clock cycles per element relative to an addition's, from what XLA measured on an H100 (`hlo_op_profiles_data.h`,
 # sm_90, float32); operators that are not here count as an addition.
@@ -87,6 +89,8 @@ _ADDITIONS: Mapping[str, int] = {
     "tanh": 67,
 }
 _CONVOLUTION = "conv_general_dilated"
+_INDEX_BYTES = 4
+_POOL_GRADIENT = "select_and_scatter_add"
 _RANDOM_ADDITIONS = (
     120  # threefry: 20 rounds of an addition, a rotation and an exclusive or, and the keys
 )
@@ -100,7 +104,7 @@ _TINY = 1 / 4096
 # More kernels than this are not compared pair by pair.
 _MOST_KERNELS = 12
 
-Kind = Literal["op", "barrier", "pack", "unpack"]
+Kind = Literal["op", "barrier", "pack", "unpack", "zeros"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +424,8 @@ class _Builder:
             for value, tied in zip(op.outputs, self._tie(step, op, ins), strict=True):
                 self.raw[value] = tied
             return
+        if op.name == _POOL_GRADIENT and self._strides(op):
+            ins = (*ins, self._zeros(step, op))
         if len(ins) == 1 and len(op.outputs) == 1 and self._moves_nothing(op):
             self.raw[op.outputs[0]] = ins[0]
             return
@@ -428,6 +434,32 @@ class _Builder:
         if made is None:
             made = self._seen[key] = self._node(step, op, ins)
         self.raw.update(zip(op.outputs, made, strict=True))
+
+    def _strides(self, op: Op) -> bool:
+        """Whether the windows of a pool step by more than one; otherwise its gradient has a padded array of its own."""
+        source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
+        return source.shape != result.shape
+
+    def _zeros(self, step: int, op: Op) -> int:
+        """The zeros that the gradient of a max pool is scattered into.
+
+        XLA merges the kernel that fills them with the first ReLU of their shape, which compares with zeros too.
+        """
+        number = len(self.program.nodes)
+        node = _Node("zeros", None, "zeros", (), [], step, fusible=True, additions=1)
+        self.program.nodes.append(node)
+        node.outs.append(self._new(op.outputs[0], number))
+        return node.outs[0]
+
+    def _index_arrays(self, op: Op) -> Prediction | None:
+        """What the gradient of a pool needs: where every window has its largest element, an array per dimension."""
+        if op.name != _POOL_GRADIENT:
+            return None
+        shape = self.graph.values[op.inputs[0]].shape
+        nbytes = _INDEX_BYTES * math.prod(shape)
+        label = f"i32[{','.join(map(str, shape))}]"
+        listed = (Buffer(-1, nbytes, label, op.name, op.scope, op.phase),) * len(shape)
+        return Prediction(nbytes * len(shape), listed, -1, 0)
 
     def _signature(self, op: Op) -> Hashable:
         """Equal for operators that compute the same of the same operands, as far as the graph tells.
@@ -456,7 +488,7 @@ class _Builder:
             fusible=op.fusible,
             reduces=op.kind == "REDUCTION",
             additions=_RANDOM_ADDITIONS if random else _ADDITIONS.get(op.name, 1),
-            working=self.working.get(op.id),
+            working=self.working.get(op.id) or self._index_arrays(op),
             again=op.id in self._ran,
         )
         self._ran.add(op.id)
@@ -468,11 +500,20 @@ class _Builder:
         source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
         if op.name in _SAME_BUFFER or (op.name == "rev" and self._mirrors_kernel(op)):
             return True
+        if op.name == "transpose" and self._turns_product(op):
+            return True
         if source.nbytes != result.nbytes:
             return False
         return op.name == "broadcast_in_dim" or (
             op.name == "transpose" and _keeps_order(source, result)
         )
+
+    def _turns_product(self, op: Op) -> bool:
+        """Whether the transposed product of two matrices alone is read: XLA multiplies them the other way round."""
+        value = self.graph.values[op.inputs[0]]
+        producer = self.graph.ops[value.producer] if value.producer is not None else None
+        product = producer is not None and producer.name == "dot_general" and not producer.batched
+        return product and len(value.shape) == 2 and len(self.graph.users[value.id]) == 1
 
     def _mirrors_kernel(self, op: Op) -> bool:
         """Whether only convolutions read the result: their library reads a kernel mirrored."""
@@ -668,7 +709,7 @@ class _Fusion:
         return self._reach
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Kernel:
     """What runs as one: a node that writes memory, with the nodes merged into it; or a barrier.
 
@@ -716,31 +757,56 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
 
 
 def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
-    """The order in which results larger than what they are made from come last.
+    """The order in which results larger than what they are made from wait.
 
     XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of a
-    weight that is larger than the activations it is made from is therefore computed late, and until then its memory
-    serves for temporaries.
+    weight that is larger than the activations it is made from is therefore computed late, when everything else takes more
+    memory, and until then its memory serves for temporaries. In a loop's body it counts the whole stack that a
+    gradient is written into, so there all gradients wait till the end.
     """
-    instances = program.instances
-    read = set().union(*(kernel.reads for kernel in kernels))
-    final = {instances[index].root for index in program.results} - read
+    size = [instance.nbytes for instance in program.instances]
+    read: set[int] = set().union(*(kernel.reads for kernel in kernels))
+    final = {program.instances[index].root for index in program.results} - read
+    users: dict[int, int] = {}
+    for kernel in kernels:
+        for root in kernel.reads - program.sources:
+            users[root] = users.get(root, 0) + 1
 
-    def waits(kernel: _Kernel) -> bool:
-        frees = sum(instances[root].nbytes for root in kernel.reads - program.sources)
-        writes = sum(instances[root].nbytes for root in kernel.writes)
-        return writes > frees and final.issuperset(kernel.writes)
+    def gain(kernel: _Kernel) -> int:
+        freed = sum(size[root] for root in kernel.reads if users.get(root) == 1)
+        return freed - sum(size[root] for root in kernel.writes)
 
-    late = {kernel.node for kernel in kernels if waits(kernel)}
-    if program.stacks:
-        late |= {k.node for k in kernels if k.writes and final.issuperset(k.writes)}
-    return sorted(kernels, key=lambda kernel: (kernel.node in late, kernel.node))
+    order: list[_Kernel] = []
+
+    def run(kernel: _Kernel) -> None:
+        order.append(kernel)
+        for root in kernel.reads - program.sources:
+            users[root] -= 1
+
+    waiting: list[tuple[int, _Kernel]] = []  # with what each can free at most beyond what it writes
+    for kernel in kernels:
+        if kernel.writes and final.issuperset(kernel.writes):
+            best = sum(size[root] for root in kernel.reads - program.sources)
+            best -= sum(size[root] for root in kernel.writes)
+            if best < 0 or program.stacks:
+                waiting.append((best, kernel))
+                continue
+        if waiting and not program.stacks:
+            own = gain(kernel)
+            if own < 0:
+                ready = [k for best, k in waiting if best >= own and gain(k) >= own]
+                waiting = [(best, k) for best, k in waiting if k not in ready]
+                for other in ready:
+                    run(other)
+        run(kernel)
+    return [*order, *(kernel for _, kernel in waiting)]
 
 
 def _early(program: _Program, fusion: _Fusion) -> dict[int, int]:
-    """Buffers made from next to nothing that are made before their turn: instance to the first of their kind."""
+    """Buffers that are made before their turn, because they are made from next to nothing: instance to kernel."""
     ready = [-1] * len(program.instances)
     first: dict[tuple[int, int], int] = {}
+    compared: dict[tuple[int, int], int] = {}
     moved: dict[int, int] = {}
     for number, node in enumerate(program.nodes):
         if not fusion.live[number]:
@@ -751,12 +817,18 @@ def _early(program: _Program, fusion: _Fusion) -> dict[int, int]:
             if node.kind == "barrier" or not node.fusible:
                 ready[out] = number
                 continue
+            shape = (instance.elements, instance.nbytes)
+            if node.name == "max" and len(node.ins) == 1:
+                compared.setdefault(shape, min(fusion.kernels[number]))
+            if node.kind == "zeros":
+                moved[out] = compared.get(shape, number)
+                continue
             ready[out] = number if fusion.is_buffer[out] else known
             if not fusion.is_buffer[out] or node.reduces:
                 continue
             read = sum(fusion.reads[index] for index in node.ins)
             if instance.elements > 1 and read <= _NOTHING * instance.nbytes:
-                start = first.setdefault((instance.elements, instance.nbytes), number)
+                start = first.setdefault(shape, number)
                 if known <= start < number:
                     moved[out] = ready[out] = start
     return moved
@@ -942,5 +1014,7 @@ def _describe(program: _Program, index: int, nbytes: int) -> Buffer:
 
 
 def _of_body(node: _Node, found: Buffer) -> Buffer:
-    name = node.op.loop if node.op else ""
-    return Buffer(-1, found.nbytes, found.label, f"{name}/{found.op}", found.scope, found.phase)
+    if node.op is None or node.op.loop is None:
+        return found
+    name = f"{node.op.loop}/{found.op}"
+    return Buffer(-1, found.nbytes, found.label, name, found.scope, found.phase)

@@ -109,7 +109,6 @@ class Pareto:
         baseline_peak_bytes, baseline_saved_bytes: without rematerialization.
         device: whose roofline the seconds are of.
         wanted: how many budgets were asked for.
-        interrupted: whether budgets are left that were not planned.
     """
 
     policy_name: str
@@ -165,8 +164,9 @@ class Pareto:
         }
 
     def __str__(self) -> str:
-        head = ("budget", "peak", "of no remat", "kept", "repeated", "seconds", "status")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [
+            ("budget", "peak", "of no remat", "kept", "repeated", "seconds", "status")
+        ]
         for point in self.points:
             share = point.peak_bytes / max(self.baseline_peak_bytes, 1)
             gap = point.plan.gap
@@ -331,7 +331,9 @@ def iter_pareto(
     work = _Curve(free)
     if limits is None:
         least = smallest_plan(lambda budget: work.plan(plan_at, budget), free.peak_bytes, say)
-        wanted = _geometric(least.peak_bytes, max(free.baseline_peak_bytes, least.peak_bytes), points)
+        wanted = _geometric(
+            least.peak_bytes, max(free.baseline_peak_bytes, least.peak_bytes), points
+        )
     else:
         given = (limit_bytes(limit, free.baseline_peak_bytes) for limit in limits if limit)
         wanted = sorted({max(budget, 1) for budget in given})

@@ -36,7 +36,14 @@ from remat.policies._chains import (
 from remat.policies._segments import sequence_of_saved, sqrt_segments
 from remat.policies.problem import Problem, peak_of_order, replay
 
-PUBLISHED = {(10, 3): 15, (56, 5): 140, (100, 3): 490, (100, 5): 316, (100, 10): 222, (1000, 10): 3636}
+PUBLISHED = {
+    (10, 3): 15,
+    (56, 5): 140,
+    (100, 3): 490,
+    (100, 5): 316,
+    (100, 10): 222,
+    (1000, 10): 3636,
+}
 
 CHAIN_A = {
     8: {3: 28, 4: 9, 5: 5, 6: 4, 7: 3, 8: 2, 9: 1, 10: 0},
@@ -90,8 +97,8 @@ def found_chain(problem: Problem) -> Chain:
 def cheapest(problem: Problem, budget_bytes: int) -> float | None:
     """The least extra cost of any sequence, by a shortest path over (nodes run, values alive)."""
     count = len(problem)
-    start = (0, frozenset[int]())
-    best = {start: 0.0}
+    start: tuple[int, frozenset[int]] = (0, frozenset())
+    best: dict[tuple[int, frozenset[int]], float] = {start: 0.0}
     heap: list[tuple[float, int, tuple[int, frozenset[int]]]] = [(0.0, 0, start)]
     ticket = itertools.count(1)
     last_user = [max(users, default=-1) for users in problem.users]
@@ -114,7 +121,9 @@ def cheapest(problem: Problem, budget_bytes: int) -> float | None:
             after = max(done, node + 1)
             # Dead for good: nobody left to run first reads it, nor a repetition of anything.
             keep = frozenset(
-                n for n in alive | {node} if last_user[n] >= 0 and (n < problem.turn or last_user[n] >= after)
+                n
+                for n in alive | {node}
+                if last_user[n] >= 0 and (n < problem.turn or last_user[n] >= after)
             )
             for size in range(len(keep) + 1):
                 for held in itertools.combinations(sorted(keep), size):
@@ -154,7 +163,9 @@ def test_revolve_steps_agree_with_checkpoint_schedules() -> None:
             assert revolve_steps(length, snapshots) + length == oracle(length, snapshots)
 
 
-@pytest.mark.parametrize(("length", "snapshots"), [(1, 1), (2, 1), (10, 3), (56, 5), (100, 100), (1000, 10)])
+@pytest.mark.parametrize(
+    ("length", "snapshots"), [(1, 1), (2, 1), (10, 3), (56, 5), (100, 100), (1000, 10)]
+)
 def test_the_binomial_schedule_takes_that_many_steps_with_that_many_snapshots(
     length: int, snapshots: int
 ) -> None:
@@ -239,7 +250,10 @@ def test_no_plan_beats_the_search_and_none_exceeds_its_budget(n: int, own: bool,
     rng = random.Random(seed)
     count = 2 * n + 1
     problem = chain_a(
-        n, [rng.randint(1, 9) for _ in range(count)], [rng.randint(1, 5) for _ in range(count)], own=own
+        n,
+        [rng.randint(1, 9) for _ in range(count)],
+        [rng.randint(1, 5) for _ in range(count)],
+        own=own,
     )
     peak = peak_of_order(problem)
     for budget in {peak, rng.randint(problem.floor_bytes, peak)}:
@@ -285,7 +299,10 @@ def test_the_program_finds_the_cheapest_of_all_persistent_schedules(
     rng = random.Random(seed)
     count = 2 * n + 1
     problem = chain_a(
-        n, [rng.randint(1, 9) for _ in range(count)], [rng.randint(1, 5) for _ in range(count)], own=own
+        n,
+        [rng.randint(1, 9) for _ in range(count)],
+        [rng.randint(1, 5) for _ in range(count)],
+        own=own,
     )
     chain = found_chain(problem)
     stages = stages_of(chain)
@@ -312,7 +329,11 @@ def block_problems(draw: st.DrawFn) -> Problem:
         start = len(inputs)
         for node in range(start, start + draw(st.integers(1, 4))):
             near = [*range(start, node), *([] if previous is None else [previous])]
-            reads = set(draw(st.lists(st.sampled_from(near), min_size=1, max_size=2))) if near else set()
+            reads = (
+                set(draw(st.lists(st.sampled_from(near), min_size=1, max_size=2)))
+                if near
+                else set()
+            )
             if tiny and draw(st.integers(0, 3)) == 0:
                 reads.add(draw(st.sampled_from(tiny)))
             inputs.append(sorted(reads))
@@ -472,20 +493,22 @@ def test_skips_inside_blocks_leave_cuts_between_them_and_small_values_may_cross(
     assert {1, *ends[:-1]} <= crossing
     without = chain_of(problem, small_bytes=0)
     assert without is None or all(0 in s.reads for s in without.segments[1:-1])
-    again = found_chain(chain_problem := problem)
-    assert [s.forward for s in chain_of(chain_problem, small_bytes=0, pinned=[0]).segments] == [  # pyright: ignore[reportOptionalMemberAccess]
-        s.forward for s in again.segments
-    ]
+    pinned = chain_of(problem, small_bytes=0, pinned=[0])
+    assert pinned is not None
+    assert pinned.pinned == {0}
+    assert [s.forward for s in pinned.segments] == [s.forward for s in chain.segments]
 
 
 def test_two_values_abreast_are_no_chain() -> None:
-    n = 8  # two lanes: i reads i - 2
+    n = 8  # two lanes: i reads i - 2, and every backward node reads both
     inputs = [[i - 2] if i > 1 else [] for i in range(n)]
-    inputs += [[n - 1, n - 2] if s == 0 else [n + s - 1, n - 1 - s, max(n - 2 - s, 0)] for s in range(n)]
-    problem = Problem.of([1] * 2 * n, [1] * 2 * n, [sorted(set(r)) for r in inputs], turn=n)
-    chain = chain_of(problem)
-    assert chain is None or all(len(s.forward) in (0, 1, n - 1, n) for s in chain.segments)
+    for step in range(n):
+        inputs.append([*([n + step - 1] if step else []), *range(max(n - 2 - step, 0), n - step)])
+    problem = Problem.of([1] * 2 * n, [1] * 2 * n, inputs, turn=n)
+    chain = found_chain(problem)  # only the two ends are narrow
+    assert [len(s.forward) for s in chain.segments] == [1, n - 1]
     assert chain_of(Problem.of([1], [1], [[]])) is None
+    assert solve_chain(Problem.of([1], [1], [[]]), 5) is None
 
 
 def test_a_hundred_stages_with_options_are_solved_in_seconds() -> None:

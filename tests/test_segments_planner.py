@@ -345,6 +345,14 @@ def test_what_must_not_be_repeated_is_kept() -> None:
     assert 4 in sqrt_segments(problem, 2).saved | recursive_segments(problem).saved
 
 
+@pytest.mark.parametrize(("count", "turn"), [(0, 0), (1, 0), (1, 1), (3, 0), (3, 3)])
+def test_problems_without_one_of_the_passes_run_in_order(count: int, turn: int) -> None:
+    inputs = [[i - 1] if i else [] for i in range(count)]
+    problem = Problem.of([1] * count, [1] * count, inputs, turn=turn)
+    for plan in (sqrt_segments(problem), grid_search(problem), recursive_segments(problem)):
+        assert plan.sequence == tuple(range(count))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

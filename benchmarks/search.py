@@ -1,0 +1,155 @@
+"""What the local search reaches, and how fast.
+
+    python -m benchmarks.search [--seconds 10] [--only NAME ...] [--seed 0] [--reorder] [--json FILE]
+
+Rows: unit chains against their optimum, random layered graphs and a training-shaped graph of 20,000 nodes
+(`benchmarks.layered`), and, if the environment variable `REMAT_GRAPHS` names a folder of them, the published
+graphs against their optimum. "Extra" is in per cent of the cost of running every node once, "best" the proven
+optimum where one is known. With `--reorder` the order of the first runs is searched too, as in the published
+results of FastSA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.layered import (
+    LAYERED_PUBLISHED,
+    chain,
+    graph_folder,
+    layered,
+    published,
+    training,
+)
+from remat.policies._search import search
+from remat.policies.problem import Problem, peak_of_order
+
+__all__ = ["Row", "main", "measure", "rows"]
+
+# Optimal extra cost of the published training graphs by budget, as a share of the peak.
+_OPTIMA: dict[str, dict[float, float]] = {
+    "vgg16": {0.9: 305},
+    "vgg19": {0.9: 9895, 0.8: 261625},
+    "unet": {0.9: 350, 0.8: 615, 0.7: 920, 0.6: 1380, 0.5: 2160},
+    "resnet50": {0.8: 1130},
+}
+# Optimal extra runs of `chain(n)` by budget.
+_CHAINS: dict[int, dict[int, float]] = {
+    8: {3: 28, 4: 9, 5: 5},
+    32: {3: 496, 4: 115, 5: 65, 8: 31, 16: 18},
+    100: {5: 397, 8: 184, 12: 125, 22: 70},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: how to make the problem, the budget, and the optimum if it is known.
+
+    `budget` is in bytes if above 1, else a share of the peak.
+    """
+
+    name: str
+    make: Callable[[], Problem]
+    budget: float
+    optimum: float | None = None
+
+
+def rows() -> Iterator[Row]:
+    """The rows of the table."""
+    for steps, budgets in _CHAINS.items():
+        for budget, optimum in budgets.items():
+            yield Row(f"chain_{steps}", partial(chain, steps), budget, optimum)
+    for nodes, width in LAYERED_PUBLISHED.items():
+        for ratio in (0.9, 0.8, 0.7):
+            yield Row(f"layered_{nodes}", partial(layered, nodes, width), ratio)
+    yield Row("training_20000", partial(training, 500, 20), 0.5)
+    folder = graph_folder()
+    if folder is None:
+        return
+    for name, optima in _OPTIMA.items():
+        if (folder / f"{name}.json").exists():
+            for ratio, optimum in optima.items():
+                yield Row(name, partial(published, name), ratio, optimum)
+    for nodes in LAYERED_PUBLISHED:
+        name = f"random_layered_{nodes}"
+        if (folder / f"{name}.json").exists():
+            for ratio in (0.9, 0.8, 0.7):
+                yield Row(name, partial(published, name), ratio)
+
+
+def measure(row: Row, seconds: float, seed: int, reorder: bool) -> dict[str, Any]:
+    """Searches one row; orders only where repetitions are allowed anywhere."""
+    problem = row.make()
+    peak = peak_of_order(problem)
+    budget = int(row.budget) if row.budget > 1 else math.ceil(row.budget * peak)
+    reorder = reorder and problem.turn == 0
+    found = search(problem, budget, seconds=seconds, seed=seed, reorder=reorder)
+    percent = 100 * found.extra_cost / problem.total_cost
+    return {
+        "graph": row.name,
+        "nodes": len(problem),
+        "edges": sum(map(len, problem.inputs)),
+        "budget": row.budget,
+        "feasible": found.feasible,
+        "peak_share": round(found.peak_bytes / peak, 4),
+        "extra_cost": found.extra_cost,
+        "extra_percent": round(percent, 4),
+        "optimum": row.optimum,
+        "proposals": found.proposals,
+        "seconds": round(found.seconds, 2),
+        "compile_seconds": round(found.compile_seconds, 2),
+        "compiled": found.compiled,
+        "reorder": reorder,
+        "ended": found.ended,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="per row")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="rows whose name contains one of these"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reorder", action="store_true", help="search orders, too, where possible")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args(argv)
+    chosen = [
+        row for row in rows() if not options.only or any(word in row.name for word in options.only)
+    ]
+    if not chosen:
+        names = sorted({row.name for row in rows()})
+        parser.error(f"no row matches {options.only}; there are {names}")
+    print(
+        "graph                 nodes  edges budget  ok  peak   extra %       extra        best  M/s"
+    )
+    results = []
+    for row in chosen:
+        result = measure(row, options.seconds, options.seed, options.reorder)
+        results.append(result)
+        best = "-" if row.optimum is None else f"{row.optimum:g}"
+        speed = result["proposals"] / max(result["seconds"], 0.01) / 1e6
+        print(
+            f"{row.name:20s} {result['nodes']:6d} {result['edges']:6d} {row.budget:6g}"
+            f" {'yes' if result['feasible'] else 'NO':>3s} {result['peak_share']:.3f}"
+            f" {result['extra_percent']:9.4f} {result['extra_cost']:11g} {best:>11s} {speed:.2f}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

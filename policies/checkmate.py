@@ -1,0 +1,122 @@
+"""`Checkmate`: the optimal schedule under a memory budget, as an integer program.
+
+Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (MLSys 2020), the planner
+that MONeT compares with. `method="optimal"` is the program restricted to what JAX executes (the forward pass runs
+once, repetitions lie in the backward pass, a node at most once between two first runs); `method="approximate"` is
+the paper's two-phase rounding of the linear relaxation.
+
+Guarantee: `optimal` returns a sequence within the budget and a proven bound on the cost of all of this structure;
+the plan's status is `optimal` if they meet within `seconds`, else `feasible` with the gap. `approximate` has none: it is
+published to exceed budgets and to cost up to four times the optimum, and then says so by a BudgetError or its gap.
+
+Complexity: exponential in the worst case; about 350 buffers are practical, see `remat.policies.ilp` for more. The
+relaxation has `nodes * edges` columns, so `approximate` takes up to `_ROUNDING_LIMIT` nodes.
+
+Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.condense`); variables that no
+schedule of the structure uses are left out; a feasible start (minimum cuts, segments) is given to the solver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from remat.devices import get_device
+from remat.errors import PolicyError
+from remat.graph import Graph
+from remat.policies._checkmate_model import round_lp
+from remat.policies._ilp_cut import cut_bound
+from remat.policies._milp import solve_restricted
+from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
+from remat.policies.base import Decision
+from remat.policies.condense import Condensed, Objective, condense
+from remat.policies.problem import peak_of_order
+
+__all__ = ["Checkmate"]
+
+_ROUNDING_LIMIT = 120
+
+
+@dataclass(frozen=True)
+class Checkmate:
+    """The integer program, or its rounding; see the module docstring.
+
+    Attributes:
+        method: `optimal` or `approximate`.
+        objective: what recomputation costs: roofline `seconds`, or `flops`.
+        seconds: limit on the solver's time; the best plan so far is returned with its gap.
+        gap: relative gap of the extra cost at which to stop.
+        device: whose roofline prices the nodes.
+    """
+
+    method: Literal["optimal", "approximate"] = "optimal"
+    objective: Objective = "seconds"
+    seconds: float = 60.0
+    gap: float = 0.0
+    device: str = "h200"
+    name: ClassVar[str] = "checkmate"
+
+    def __post_init__(self) -> None:
+        if self.method not in ("optimal", "approximate"):
+            raise PolicyError(
+                f"Checkmate(method={self.method!r}): expected 'optimal' or 'approximate'"
+            )
+        if self.objective not in ("seconds", "flops"):
+            raise PolicyError(
+                f"Checkmate(objective={self.objective!r}): expected 'seconds' or 'flops'"
+            )
+        if self.seconds <= 0 or not 0 <= self.gap < 1:
+            raise PolicyError(
+                f"Checkmate(seconds={self.seconds!r}, gap={self.gap!r}): expected positive seconds and a gap from 0 to 1"
+            )
+        get_device(self.device)
+
+    def decide(self, graph: Graph) -> Decision:
+        """Returns the plan without a budget: its limit is the peak of keeping everything."""
+        condensed = condense(graph, device=self.device, objective=self.objective)
+        return self._solve(condensed, peak_of_order(condensed.problem))
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns the cheapest decision found whose buffers peak at no more than `budget_bytes`.
+
+        Raises:
+            BudgetError: none was found.
+            PolicyError: the graph is too large for `approximate`.
+        """
+        condensed = condense(graph, device=self.device, objective=self.objective)
+        return self._solve(condensed, budget_bytes)
+
+    def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
+        problem = condensed.problem
+        pool = Pool(problem, budget_bytes)
+        everything = pool.offer("keep all", problem.first_runs.tolist())
+        if everything.replayed.peak_bytes <= budget_bytes:
+            return decision_of(condensed, everything, 0.0, ())
+        bound = cut_bound(problem, budget_bytes)
+        if bound.smallest_bytes > budget_bytes:
+            raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
+        if self.method == "approximate":
+            if len(problem) > _ROUNDING_LIMIT:
+                raise PolicyError(
+                    f"Checkmate(method='approximate') rounds a relaxation with nodes x edges columns; this graph "
+                    f"has {len(problem)} buffers, the limit is {_ROUNDING_LIMIT}. Use method='optimal' or "
+                    "remat_policy='ilp'."
+                )
+            solved = round_lp(problem, budget_bytes, seconds=self.seconds)
+        else:
+            for label, sequence in (*starts(condensed), *cuts_of(problem, bound)):
+                pool.offer(label, sequence)
+            start = pool.best or pool.smallest
+            solved = solve_restricted(
+                problem,
+                budget_bytes,
+                start=start.sequence if start else None,
+                seconds=self.seconds,
+                gap=self.gap,
+            )
+        if solved.sequence is not None:
+            pool.offer(solved.method, solved.sequence)
+        if pool.best is None:
+            raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
+        note = f"{solved.method}: {solved.status} after {solved.solve_seconds:.1f} s"
+        return decision_of(condensed, pool.best, max(bound.bound, solved.bound), (note,))
