@@ -246,8 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown cases {unknown}; choose from {sorted(names)}")
     wanted = options.cases or sorted({case.model for case in CASES})
-    has_cache = options.cache is not None and options.cache.exists()
-    cache: dict[str, int] = json.loads(options.cache.read_text()) if has_cache else {}
+    cache: dict[str, int] = {}
+    if options.cache is not None and options.cache.exists():
+        cache = json.loads(options.cache.read_text())
     rows: list[Row] = []
     print(f"{'case':34} {'predicted':>11} {'compiled':>11} {'error':>7}")
     for case in CASES:

@@ -232,6 +232,7 @@ def blocks_scanned(
     dropout: float = 0.0,
     dtype: Any = jnp.float32,
     wrap: WrapFunction | None = None,
+    segment: int | None = None,
 ) -> Case:
     """`L` blocks under `jax.lax.scan`, without embeddings: the classic benchmark of remat policies.
 
@@ -245,11 +246,18 @@ def blocks_scanned(
         dtype: the dtype of parameters and activations.
         wrap: applied to the per-layer function `layer(params, x, key) -> x`, for instance
             `lambda layer: jax.checkpoint(layer, policy=..., prevent_cse=False)`.
+        segment: layers of an inner scan that is checkpointed as a whole, under an outer one; it
+            divides `layers`. None for one scan without checkpoints.
 
     Returns:
         `(loss, (params, x, key))`, where `loss` is the float32 mean of the output, `params` has
         stacked leaves `[L, ...]`, `x` is `[B, T, D]`, and each layer gets one of `L` split keys.
+
+    Raises:
+        ValueError: `segment` does not divide `layers`.
     """
+    if segment is not None and (segment < 1 or layers % segment):
+        raise ValueError(f"`segment` must divide `layers`: {segment} and {layers}")
     config = _block_config(layers, length, width, heads, dropout, dtype)
     layer = layer_function(config, wrap)
 
@@ -257,7 +265,16 @@ def blocks_scanned(
         def body(carry: Array, xs: tuple[Any, Array]) -> tuple[Array, None]:
             return layer(xs[0], carry, xs[1]), None
 
-        out, _ = jax.lax.scan(body, x, (params, jax.random.split(key, layers)))
+        def group(carry: Array, xs: tuple[Any, Array]) -> tuple[Array, None]:
+            return jax.lax.scan(body, carry, xs)
+
+        stacked = (params, jax.random.split(key, layers))
+        if segment is None:
+            out, _ = group(x, stacked)
+        else:
+            parts = layers // segment
+            split = jax.tree.map(lambda a: a.reshape(parts, segment, *a.shape[1:]), stacked)
+            out, _ = jax.lax.scan(jax.checkpoint(group, prevent_cse=False), x, split)
         return jnp.mean(out, dtype=jnp.float32)
 
     return loss, _block_shapes(config, batch, stacked=True)
@@ -272,19 +289,31 @@ def blocks_unrolled(
     dropout: float = 0.0,
     dtype: Any = jnp.float32,
     wrap: WrapFunction | None = None,
+    segment: int | None = None,
 ) -> Case:
     """`blocks_scanned` as a Python loop.
 
     The arguments are those of `blocks_scanned`, and so is the value for equal parameters, except
     that `params` is a tuple of `L` pytrees: slicing stacked ones would add its own backward pass.
+    `segment` layers at a time are under one `jax.checkpoint`; the last group may be smaller.
     """
     config = _block_config(layers, length, width, heads, dropout, dtype)
     layer = layer_function(config, wrap)
 
     def loss(params: tuple[Any, ...], x: Array, key: Array) -> Array:
         keys = jax.random.split(key, layers)
-        for index, layer_params in enumerate(params):
-            x = layer(layer_params, x, keys[index])
+
+        def group(params: tuple[Any, ...], x: Array, keys: Array) -> Array:
+            for index, layer_params in enumerate(params):
+                x = layer(layer_params, x, keys[index])
+            return x
+
+        if segment is None:
+            x = group(params, x, keys)
+        else:
+            for start in range(0, layers, segment):
+                part = slice(start, start + segment)
+                x = jax.checkpoint(group)(params[part], x, keys[part])
         return jnp.mean(x, dtype=jnp.float32)
 
     return loss, _block_shapes(config, batch, stacked=False)

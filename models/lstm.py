@@ -56,10 +56,13 @@ class LSTM(nn.Module):
         wrap_cell: applied to `nn.OptimizedLSTMCell`, for hand-picked checkpointing such as
             `functools.partial(nn.remat, prevent_cse=False)`; it comes instead of
             `config.remat_policy`.
+        segment: time steps of an inner scan that is checkpointed as a whole, under an outer one;
+            it divides `T`. None for one scan without checkpoints.
     """
 
     config: LSTMConfig
     wrap_cell: WrapModule | None = None
+    segment: int | None = None
 
     @nn.compact
     def __call__(self, tokens: Array, deterministic: bool) -> Array:
@@ -70,14 +73,42 @@ class LSTM(nn.Module):
         x = nn.Embed(config.vocab_size, config.width, name="tokens", **dtypes)(tokens)
         for layer in range(config.layers):
             x = nn.Dropout(config.dropout)(x, deterministic=deterministic)
-            x = nn.RNN(cell(config.width, **dtypes, name=f"cell_{layer}"), name=f"rnn_{layer}")(x)
+            step = cell(config.width, **dtypes, name=f"cell_{layer}")
+            if self.segment is None:
+                x = nn.RNN(step, name=f"rnn_{layer}")(x)
+            else:
+                x = _segmented_rnn(step, x, self.segment)
         x = nn.Dropout(config.dropout)(x, deterministic=deterministic)
         return nn.Dense(config.vocab_size, name="head", **dtypes)(x)
 
 
-def loss_fn(config: LSTMConfig, wrap_cell: WrapModule | None = None) -> Callable[..., Array]:
+def _segmented_rnn(cell: Any, x: Array, segment: int) -> Array:
+    """Runs a cell over `[B, T, D]`, `segment` steps at a time under one checkpoint."""
+    batch, length = x.shape[:2]
+    if segment < 1 or length % segment:
+        raise ValueError(f"`segment` must divide the length: {segment} and {length}")
+
+    def step(cell: Any, carry: Any, x: Array) -> tuple[Any, Array]:
+        return cell(carry, x)
+
+    over_time: dict[str, Any] = {
+        "variable_broadcast": "params",
+        "split_rngs": {"params": False},
+        "in_axes": 1,
+        "out_axes": 1,
+    }
+    inner = nn.remat(nn.scan(step, **over_time), prevent_cse=False)
+    carry = cell.initialize_carry(jax.random.key(0), x[:, 0].shape)
+    chunks = x.reshape(batch, length // segment, segment, *x.shape[2:])
+    _, out = nn.scan(inner, **over_time)(cell, carry, chunks)
+    return out.reshape(batch, length, -1)
+
+
+def loss_fn(
+    config: LSTMConfig, wrap_cell: WrapModule | None = None, segment: int | None = None
+) -> Callable[..., Array]:
     """The training loss `loss(params, tokens, targets, key)`; see `models.gpt.loss_fn`."""
-    model = LSTM(config, wrap_cell)
+    model = LSTM(config, wrap_cell, segment)
 
     def loss(params: Any, tokens: Array, targets: Array, key: Array | None) -> Array:
         rngs = None if key is None else {"dropout": key}
@@ -95,7 +126,11 @@ def init_params(config: LSTMConfig, seed: int | Array = 0) -> Any:
 
 
 def lstm_loss(
-    config: LSTMConfig, batch: int, length: int, wrap_cell: WrapModule | None = None
+    config: LSTMConfig,
+    batch: int,
+    length: int,
+    wrap_cell: WrapModule | None = None,
+    segment: int | None = None,
 ) -> Case:
     """`loss_fn` and the shapes of its arguments.
 
@@ -103,14 +138,14 @@ def lstm_loss(
         config: the network.
         batch: `B`.
         length: `T`.
-        wrap_cell: see `LSTM`.
+        wrap_cell, segment: see `LSTM`.
 
     Returns:
         `(loss, (params, tokens, targets, key))`.
     """
     params = jax.eval_shape(lambda: init_params(config))
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    return loss_fn(config, wrap_cell), (params, tokens, tokens, key_shape())
+    return loss_fn(config, wrap_cell, segment), (params, tokens, tokens, key_shape())
 
 
 def _cell_class(config: LSTMConfig, wrap_cell: WrapModule | None) -> type[nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -98,32 +98,49 @@ class ResNet(nn.Module):
         wrap_block: applied to the block class, for hand-picked checkpointing such as
             `functools.partial(nn.remat, policy=jax.checkpoint_policies.dots_saveable)`; it comes
             instead of `config.remat_policy`.
+        segment: blocks at a time under one `nn.remat`, across stages; None for none.
     """
 
     config: ResNetConfig
     wrap_block: WrapModule | None = None
+    segment: int | None = None
 
     @nn.compact
     def __call__(self, images: Array) -> Array:
         """Maps images `[B, S, S, 3]` to logits `[B, K]`."""
         config = self.config
-        block: Any = _block_class(config, self.wrap_block)
         x = _conv(config, config.filters, 7, 2, "conv_stem")(images)
         x = nn.relu(_norm(config, "norm_stem")(x))
         padding: Any = ((1, 1), (1, 1))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
-        for stage, blocks in enumerate(config.stages):
-            for index in range(blocks):
-                stride = 2 if stage > 0 and index == 0 else 1
-                name = f"stage_{stage}_block_{index}"
-                x = block(config, config.filters * 2**stage, stride, name=name)(x)
+        blocks = [(stage, i) for stage, count in enumerate(config.stages) for i in range(count)]
+        if self.segment is None:
+            x = self._blocks(x, blocks)
+        else:
+            for start in range(0, len(blocks), self.segment):
+                part = tuple(blocks[start : start + self.segment])
+                x = nn.remat(ResNet._blocks, static_argnums=(2,))(self, x, part)
         x = jnp.mean(x, axis=(1, 2))
         dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         return nn.Dense(config.classes, name="head", **dtypes)(x)
 
+    def _blocks(self, x: Array, blocks: Sequence[tuple[int, int]]) -> Array:
+        """Applies blocks given as (stage, index within the stage)."""
+        config = self.config
+        block: Any = _block_class(config, self.wrap_block)
+        for stage, index in blocks:
+            stride = 2 if stage > 0 and index == 0 else 1
+            name = f"stage_{stage}_block_{index}"
+            x = block(config, config.filters * 2**stage, stride, name=name)(x)
+        return x
+
 
 def resnet_loss(
-    config: ResNetConfig, batch: int, size: int, wrap_block: WrapModule | None = None
+    config: ResNetConfig,
+    batch: int,
+    size: int,
+    wrap_block: WrapModule | None = None,
+    segment: int | None = None,
 ) -> Case:
     """The training loss of a ResNet and the shapes of its arguments.
 
@@ -131,14 +148,14 @@ def resnet_loss(
         config: the network.
         batch: `B`.
         size: `S`, the height and width of the images; 224 for ImageNet.
-        wrap_block: see `ResNet`.
+        wrap_block, segment: see `ResNet`.
 
     Returns:
         `(loss, (params, batch_stats, images, labels))`, where `loss(...)` is
         `(mean cross entropy, new_batch_stats)`: differentiate it with `has_aux=True`. `images` is
         `[B, S, S, 3]` and `labels` is `int[B]`.
     """
-    model = ResNet(config, wrap_block)
+    model = ResNet(config, wrap_block, segment)
 
     def loss(params: Any, batch_stats: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         variables = {"params": params, "batch_stats": batch_stats}
@@ -154,10 +171,14 @@ def resnet_loss(
 
 
 def resnet_scalar_loss(
-    config: ResNetConfig, batch: int, size: int, wrap_block: WrapModule | None = None
+    config: ResNetConfig,
+    batch: int,
+    size: int,
+    wrap_block: WrapModule | None = None,
+    segment: int | None = None,
 ) -> Case:
     """`resnet_loss` without the new batch statistics: the same arguments, one scalar result."""
-    loss_and_stats, shapes = resnet_loss(config, batch, size, wrap_block)
+    loss_and_stats, shapes = resnet_loss(config, batch, size, wrap_block, segment)
 
     def loss(params: Any, batch_stats: Any, images: Array, labels: Array) -> Array:
         return loss_and_stats(params, batch_stats, images, labels)[0]

@@ -264,11 +264,14 @@ class Chain:
         segments: first stage first.
         pinned: forward values held until their last reader whatever the plan: small ones that cross from one
             stage to another, and what must not be computed again.
+        floating: forward nodes that read nothing and that only backward nodes read, wherever they stand in the
+            order; they are computed again where they are read.
     """
 
     problem: Problem
     segments: tuple[Segment, ...]
     pinned: frozenset[int]
+    floating: frozenset[int] = frozenset()
 
     @cached_property
     def pinned_bytes(self) -> int:
@@ -652,7 +655,11 @@ def _expand(
 
 
 def chain_of(
-    problem: Problem, *, small_bytes: int | None = None, pinned: Collection[int] = ()
+    problem: Problem,
+    *,
+    small_bytes: int | None = None,
+    pinned: Collection[int] = (),
+    let_float: bool = True,
 ) -> Chain | None:
     """Finds the chain of stages in a problem, `None` if it cannot be cut anywhere.
 
@@ -666,6 +673,7 @@ def chain_of(
         small_bytes: values of at most that size may cross as well and are pinned (held until their last
             reader), default 1/64 of the largest forward value.
         pinned: further values that are pinned, for instance a mask that every block reads.
+        let_float: nodes that read nothing may be computed where they are read, if that gives more stages.
 
     Complexity: O(forward nodes ^ 2) in compiled code.
     """
@@ -674,14 +682,29 @@ def chain_of(
         return None
     sizes = problem.sizes[:turn]
     small = int(sizes.max()) // 64 if small_bytes is None else small_bytes
-    cuts = _Cuts(problem, (sizes <= small) | ~problem.repeatable[:turn], frozenset(pinned))
-    found = cuts.chosen()
+    light = (sizes <= small) | ~problem.repeatable[:turn]
+    found = _Cuts(problem, light, frozenset(pinned), frozenset()).chosen()
+    # Where such a node belongs to is not said by its place in the order (a transposed weight, zeros): if it
+    # stands in the way of cuts it is computed where it is read.
+    floating = frozenset(
+        node
+        for node in range(turn)
+        if let_float
+        and problem.repeatable[node]
+        and not problem.inputs[node]
+        and all(user >= turn for user in problem.users[node])
+    ) - set(pinned)
+    finer = _Cuts(problem, light, frozenset(pinned), floating).chosen() if floating else found
+    if len(finer) > len(found):
+        found = finer
+    else:
+        floating = frozenset()
     if not found:
         return None
     held = {n for n in needed_again(problem, frozenset())[0] if not problem.repeatable[n]}
     for cut in found:
         held |= cut.pinned
-    return Chain(problem, _segments_between(problem, found, held), frozenset(held))
+    return Chain(problem, _segments_between(problem, found, held), frozenset(held), floating)
 
 
 @dataclass(frozen=True)
@@ -695,15 +718,21 @@ class _Cut:
 
 
 class _Cuts:
-    def __init__(self, problem: Problem, light: npt.NDArray[np.bool_], pinned: frozenset[int]):
+    def __init__(
+        self,
+        problem: Problem,
+        light: npt.NDArray[np.bool_],
+        pinned: frozenset[int],
+        floating: frozenset[int],
+    ) -> None:
         turn, count = problem.turn, len(problem)
         self.problem = problem
         self.light = light.copy()
-        self.light[list(pinned)] = True
+        self.light[[*pinned, *floating]] = True
         self.last_forward = np.full(turn, -1, np.int64)
         self.first_backward = np.full(turn, count, np.int64)
         self.last_backward = np.full(turn, -1, np.int64)
-        for node in range(turn):
+        for node in sorted(set(range(turn)) - floating):
             for user in problem.users[node]:
                 if user < turn:
                     self.last_forward[node] = user
@@ -712,7 +741,9 @@ class _Cuts:
                     self.last_backward[node] = user
         # The backward pass may be cut for c no earlier than behind the readers of nodes from c on.
         self.earliest = np.full(turn + 1, turn, np.int64)
-        behind = np.maximum.accumulate(self.last_backward[::-1])[::-1] + 1
+        # Light values do not count, they are pinned where that is not enough.
+        last = np.where(self.light, -1, self.last_backward)
+        behind = np.maximum.accumulate(last[::-1])[::-1] + 1
         self.earliest[:turn] = np.maximum(behind, turn)
 
     def chosen(self) -> list[_Cut]:
@@ -750,6 +781,8 @@ class _Cuts:
         light = self.last_forward[:position] >= position
         light |= self.first_backward[:position] < backward
         pinned = frozenset(map(int, np.flatnonzero(light & self.light[:position])))
+        later = self.light[position:] & (self.last_backward[position:] >= backward)
+        pinned |= frozenset(int(node) + position for node in np.flatnonzero(later))
         return _Cut(position, backward, frozenset({only} - {-1}), pinned)
 
 
@@ -821,7 +854,7 @@ class _Measure:
             r
             for node in self.segment.backward
             for r in self.problem.inputs[node]
-            if r < self.problem.turn and r not in self.base
+            if r < self.problem.turn and r not in self.base and r not in chain.floating
         )
 
     def key(self) -> object:
@@ -837,6 +870,8 @@ class _Measure:
                 return "forward", node - segment.forward.start
             if node in segment.backward:
                 return "backward", node - segment.backward.start
+            if node < problem.turn:  # floating
+                return f"{problem.costs[node]}", int(problem.sizes[node])
             return "gradient", sorted(segment.gradients).index(node)
 
         def row(node: int) -> tuple[object, ...]:
@@ -1081,7 +1116,16 @@ def prepare_chain(
     found = chain_of(problem) if chain is None else chain
     if found is None:
         return None
-    forms = _forms(found, max_stages) if chain is None else [_at_most(found, max_stages)]
+    if chain is not None:
+        forms = [_at_most(found, max_stages)]
+    else:
+        chains = [found]
+        if (
+            found.floating
+        ):  # computing them again costs, holding them takes memory, either cuts differently
+            chains.append(chain_of(problem, pinned=found.floating) or found)
+            chains.append(chain_of(problem, let_float=False) or found)
+        forms = [form for one in dict.fromkeys(chains) for form in _forms(one, max_stages)]
     return PreparedChain(tuple((form, stages_of(form, max_options=max_options)) for form in forms))
 
 
@@ -1175,7 +1219,7 @@ def _joined(chain: Chain, groups: Sequence[range]) -> Chain:
                 last.gradients,
             )
         )
-    return Chain(chain.problem, tuple(segments), chain.pinned)
+    return Chain(chain.problem, tuple(segments), chain.pinned, chain.floating)
 
 
 def run_steps(chain: Chain, stages: Sequence[ChainStage], steps: Iterable[Step]) -> tuple[int, ...]:

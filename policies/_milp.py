@@ -314,7 +314,9 @@ class _Search:
                 break
             origin = f"relaxation {rounds}, {len(checked)} positions, {len(exact)} stages"
             model = build_staged(self.problem, self.budget_bytes, stages=stages)
-            outcome = self._solve(model, self.left * _SHARE)
+            # The best sequence is feasible in every relaxation: what costs more need not be looked at.
+            start = model.assignment(self.best) if self.best is not None else None
+            outcome = self._solve(model, self.left * _SHARE, start)
             self._note_bound(model, outcome, origin)
             if outcome.values is None:
                 break  # no time to solve it (or infeasible, which ends the loop too)

@@ -14,7 +14,15 @@ from remat.policies.condense import Condensed
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import Problem, Replayed, replay
 
-__all__ = ["Candidate", "Pool", "decision_of", "infeasible", "starts", "too_small_message"]
+__all__ = [
+    "Candidate",
+    "Pool",
+    "decision_of",
+    "infeasible",
+    "cuts_of",
+    "starts",
+    "too_small_message",
+]
 
 # Costs are reported in whole units of 1e-12 (picoseconds, if costs are seconds).
 _UNITS_PER_COST = 10**12
@@ -58,10 +66,13 @@ def _by_peak(found: Candidate) -> tuple[int, float]:
     return (found.replayed.peak_bytes, found.replayed.extra_cost)
 
 
-def starts(condensed: Condensed) -> Iterator[tuple[str, Sequence[int]]]:
-    """Sequences to start from: keep everything, minimum cuts, Chen's segments and their recursion."""
+def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str, Sequence[int]]]:
+    """Sequences to start from: minimum cuts and Chen's segments, or, `frugal`, his recursion."""
     problem = condensed.problem
-    yield "keep all", problem.first_runs.tolist()
+    if frugal:
+        for k in (7, 3, 1):
+            yield f"recursion k={k}", recursive_segments(problem, k).sequence
+        return
     seen: set[frozenset[int]] = set()
     for heavy in ("ban", "batched", "roofline"):
         for weight in (1.25, 4):
@@ -71,8 +82,6 @@ def starts(condensed: Condensed) -> Iterator[tuple[str, Sequence[int]]]:
                 seen.add(nodes)
                 yield f"min_cut {heavy}", sequence_of_saved(problem, _forward(problem, nodes))
     yield "segments", grid_search(problem).sequence
-    for k in (7, 3, 1):
-        yield f"recursion k={k}", recursive_segments(problem, k).sequence
 
 
 def cuts_of(problem: Problem, bound: CutBound) -> Iterator[tuple[str, Sequence[int]]]:

@@ -5,15 +5,16 @@ that MONeT compares with. `method="optimal"` is the program restricted to what J
 once, repetitions lie in the backward pass, a node at most once between two first runs); `method="approximate"` is
 the paper's two-phase rounding of the linear relaxation.
 
-Guarantee: `optimal` returns a sequence within the budget and a proven bound on the cost of all of this structure;
-the plan's status is `optimal` if they meet within `seconds`, else `feasible` with the gap. `approximate` has none: it is
-published to exceed budgets and to cost up to four times the optimum, and then says so by a BudgetError or its gap.
+Guarantee: `optimal` returns a sequence within the budget and a proven bound on the cost of all of this
+structure; the plan's status is `optimal` if they meet within `seconds`, else `feasible` with the gap. `approximate`
+has none: it is published to exceed budgets and to cost up to four times the optimum, and then says so by a
+BudgetError or its gap.
 
 Complexity: exponential in the worst case; about 350 buffers are practical, see `remat.policies.ilp` for more. The
 relaxation has `nodes * edges` columns, so `approximate` takes up to `_ROUNDING_LIMIT` nodes.
 
-Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.condense`); variables that no
-schedule of the structure uses are left out; a feasible start (minimum cuts, segments) is given to the solver.
+Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.condense`); variables that
+no schedule of the structure uses are left out; a feasible start (minimum cuts, segments) is given to the solver.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Checkmate:
             )
         if self.seconds <= 0 or not 0 <= self.gap < 1:
             raise PolicyError(
-                f"Checkmate(seconds={self.seconds!r}, gap={self.gap!r}): expected positive seconds and a gap from 0 to 1"
+                f"Checkmate(seconds={self.seconds!r}, gap={self.gap!r}): expected positive seconds and a gap "
+                "from 0 to 1"
             )
         get_device(self.device)
 
@@ -106,6 +108,9 @@ class Checkmate:
         else:
             for label, sequence in (*starts(condensed), *cuts_of(problem, bound)):
                 pool.offer(label, sequence)
+            if pool.best is None:
+                for label, sequence in starts(condensed, frugal=True):
+                    pool.offer(label, sequence)
             start = pool.best or pool.smallest
             solved = solve_restricted(
                 problem,

@@ -38,6 +38,8 @@ from remat.policies.problem import peak_of_order
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
+_CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
+
 Method = Literal["auto", "exact", "search", "starts"]
 
 
@@ -67,6 +69,8 @@ class Ilp:
         seconds: limit on the integer program's time, and on the search's where numba is not installed. A plan
             that hits it may differ between runs.
         effort: proposals of the local search per node; its result is the same in every run.
+        tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
+            twentieth of that effort to be enough.
         costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop bodies
             keep their roofline.
         device: whose roofline prices the nodes.
@@ -77,6 +81,7 @@ class Ilp:
     exact_limit: int = 60
     seconds: float = 20.0
     effort: int = 4000
+    tolerance: float = 0.002
     costs: MeasuredCosts | None = field(default=None, repr=False)
     device: str = "h200"
     name: ClassVar[str] = "ilp"
@@ -88,10 +93,11 @@ class Ilp:
             raise PolicyError(
                 f"Ilp(method={self.method!r}): expected 'auto', 'exact', 'search' or 'starts'"
             )
-        if self.seconds <= 0 or self.effort < 1 or self.exact_limit < 0:
+        numbers = (self.seconds, self.effort, self.exact_limit, self.tolerance)
+        if self.seconds <= 0 or min(numbers) < 0:
             raise PolicyError(
-                f"Ilp(seconds={self.seconds!r}, effort={self.effort!r}, "
-                f"exact_limit={self.exact_limit!r}): expected positive numbers"
+                f"Ilp(seconds={self.seconds!r}, effort={self.effort!r}, exact_limit={self.exact_limit!r}, "
+                f"tolerance={self.tolerance!r}): expected positive numbers"
             )
         get_device(self.device)
 
@@ -122,30 +128,49 @@ class Ilp:
     def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
         problem = condensed.problem
         pool = Pool(problem, budget_bytes)
-        for label, sequence in starts(condensed):
-            found = pool.offer(label, sequence)
-            if found.replayed.peak_bytes <= budget_bytes and found.replayed.extra_cost == 0:
-                return decision_of(condensed, found, 0.0, ())
+        everything = pool.offer("keep all", problem.first_runs.tolist())
+        if everything.replayed.peak_bytes <= budget_bytes:
+            return decision_of(condensed, everything, 0.0, ())
         bound = cut_bound(problem, budget_bytes)
+        if bound.smallest_bytes > budget_bytes:
+            for label, sequence in starts(condensed, frugal=True):
+                pool.offer(label, sequence)
+            raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         for label, sequence in cuts_of(problem, bound):
             pool.offer(label, sequence)
-        if bound.smallest_bytes > budget_bytes:
-            raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        chain = solve_chain(problem, budget_bytes)
-        if chain is not None:
-            pool.offer("chain", chain.sequence)
-        exact = self.method == "exact" or (
-            self.method == "auto" and len(problem) <= self.exact_limit
-        )
-        notes: tuple[str, ...] = ()
-        proven = bound.bound
-        if exact:
-            proven, notes = self._exact(pool, proven)
-        elif self.method != "starts":
-            notes = self._search(pool)
+        for label, sequence in starts(condensed):
+            pool.offer(label, sequence)
+        if pool.best is None:
+            for label, sequence in starts(condensed, frugal=True):
+                pool.offer(label, sequence)
+        proven, notes = self._improve(pool, bound.bound)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         return decision_of(condensed, pool.best, proven, notes)
+
+    def _improve(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
+        """Improves the pool's best; returns the bound and notes."""
+        exact = self.method == "exact" or (
+            self.method == "auto" and len(pool.problem) <= self.exact_limit
+        )
+        if exact:
+            return self._exact(pool, proven)
+        if self.method == "starts":
+            return proven, ()
+        notes = list(self._search(pool, self.effort // 20, 0))
+        if not self._good_enough(pool, proven):
+            if len(pool.problem) <= _CHAIN_LIMIT:
+                chain = solve_chain(pool.problem, pool.budget_bytes)
+                if chain is not None:
+                    pool.offer("chain", chain.sequence)
+            notes += self._search(pool, self.effort, 1)
+        return proven, tuple(notes)
+
+    def _good_enough(self, pool: Pool, proven: float) -> bool:
+        if pool.best is None:
+            return False
+        total = pool.problem.total_cost
+        return pool.best.replayed.extra_cost - proven <= self.tolerance * (total + proven)
 
     def _exact(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
         start = pool.best or pool.smallest
@@ -160,15 +185,16 @@ class Ilp:
         note = f"integer program: {solved.status} after {solved.solve_seconds:.1f} s"
         return max(proven, solved.bound), (note,)
 
-    def _search(self, pool: Pool) -> tuple[str, ...]:
+    def _search(self, pool: Pool, effort: int, seed: int) -> tuple[str, ...]:
         start = pool.best or pool.smallest
         compiled = is_compilable()
         found = search(
             pool.problem,
             pool.budget_bytes,
             start=start.sequence if start else None,
-            proposals=self.effort * len(pool.problem) if compiled else None,
+            proposals=max(1, effort) * len(pool.problem) if compiled else None,
             seconds=self.seconds,
+            seed=seed,
         )
         pool.offer("local search", found.sequence.tolist())
         how = (

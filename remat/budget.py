@@ -42,7 +42,11 @@ __all__ = [
 
 Limit = int | float
 
-_ATTEMPTS = 6
+_ATTEMPTS = 5
+# A plan whose prediction uses less than this share of the budget is asked for again with more.
+_SLACK = 0.05
+# A request that the policy cannot meet is raised by this factor: buffers may count for more than they take.
+_STEP = 1.1
 _ROUNDS = 6
 _FEW_COMBINATIONS = 4096
 # An option that takes more memory has to be at least this much faster.
@@ -70,29 +74,78 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
         plan = make_plan(graph, policy, barriers=barriers)
         hold(plan, budget_bytes)
         return replace(plan, budget_bytes=budget_bytes)
-    target = budget_bytes
-    smallest: Plan | None = None
-    for _ in range(_ATTEMPTS):
-        decision = policy.decide_within(graph, target)
+    offered = _Offers(graph, policy, budget_bytes, barriers)
+    offered.run()
+    if offered.best is None:
+        if offered.smallest is None:
+            assert offered.error is not None
+            raise offered.error
+        raise too_small(offered.smallest, budget_bytes)
+    return replace(offered.best, budget_bytes=budget_bytes)
+
+
+class _Offers:
+    """Asks a policy for plans until the prediction is within the budget and close to it.
+
+    A policy counts buffers; the prediction also knows what XLA overwrites in place and that temporaries may
+    lie in the memory of results that are not written yet. The difference changes little from plan to plan, so the
+    difference of the last plan corrects the next request.
+    """
+
+    def __init__(
+        self, graph: Graph, policy: BudgetPolicy, budget_bytes: int, barriers: bool
+    ) -> None:
+        self.graph = graph
+        self.policy = policy
+        self.budget_bytes = budget_bytes
+        self.barriers = barriers
+        self.best: Plan | None = None
+        self.smallest: Plan | None = None
+        self.error: BudgetError | None = None
+
+    def run(self) -> None:
+        """Fills `best`, `smallest` and `error`."""
+        target, low, high = self.budget_bytes, 0, math.inf
+        for _ in range(_ATTEMPTS):
+            try:
+                plan = self._ask(target)
+            except BudgetError as error:
+                self.error = self.error or error
+                low = max(low, target + 1)
+                target = round(target * _STEP)
+            else:
+                over = plan.peak_bytes - self.budget_bytes
+                if over > 0:
+                    high = min(high, target)
+                    target = min(target - over, int(target * self.budget_bytes / plan.peak_bytes))
+                elif -over > _SLACK * self.budget_bytes and plan.recompute_flops > 0:
+                    low = max(low, target)
+                    target -= over
+                else:
+                    return
+            if not low < target < high:
+                return
+
+    def _ask(self, target: int) -> Plan:
         plan = plan_from_saved(
-            graph,
-            decision,
-            policy_name=policy.name,
-            options=describe_options(policy),
-            barriers=barriers,
-            device=getattr(policy, "device", "h200"),
+            self.graph,
+            self.policy.decide_within(self.graph, target),
+            policy_name=self.policy.name,
+            options=describe_options(self.policy),
+            barriers=self.barriers,
+            device=getattr(self.policy, "device", "h200"),
         )
-        if plan.peak_bytes <= budget_bytes:
-            return replace(plan, budget_bytes=budget_bytes)
-        if smallest is None or plan.peak_bytes < smallest.peak_bytes:
-            smallest = plan
-        target = min(
-            target - (plan.peak_bytes - budget_bytes), int(target * budget_bytes / plan.peak_bytes)
-        )
-        if target <= 0:
-            break
-    assert smallest is not None
-    raise too_small(smallest, budget_bytes)
+        if plan.peak_bytes <= self.budget_bytes:
+            if self.best is None or _program_cost(plan) < _program_cost(self.best):
+                self.best = plan
+        elif self.smallest is None or plan.peak_bytes < self.smallest.peak_bytes:
+            self.smallest = plan
+        return plan
+
+
+def _program_cost(plan: Plan) -> float:
+    """What the policy says the plan costs; recomputation if it has no certificate."""
+    return plan.recompute_seconds if plan.certificate is None else float(plan.certificate.value)
 
 
 def hold(plan: Plan, budget_bytes: int) -> None:

@@ -1,9 +1,13 @@
-"""The command line: `remat plan TARGET` explains a plan, `remat compare TARGET` puts policies side by side.
+"""The command line: plans, comparisons, trade-off curves, and steps that fit a memory.
+
+`remat plan TARGET` explains a plan, `remat compare TARGET` puts policies side by side, `remat pareto TARGET`
+plans at several budgets, `remat fit TARGET --memory 80GiB` finds a plan that the compiler confirms, and
+`remat diff A.json B.json` compares two saved plans.
 
 TARGET is `module:factory`; the factory takes no arguments and returns `(function, args)`, a loss and its
 example arguments (arrays or `jax.ShapeDtypeStruct`s). Nothing is ever run. Results go to stdout, progress and
-errors to stderr. Exit codes: 0; 1 if every policy of a comparison failed; 2 for an error, explained in one
-paragraph; 130 if interrupted. jax is imported late, so that usage errors are quick.
+errors to stderr. Exit codes: 0; 1 if every policy of a comparison failed or two plans differ; 2 for an error,
+explained in one paragraph; 130 if interrupted. jax is imported late, so that usage errors are quick.
 """
 
 from __future__ import annotations
@@ -120,13 +124,75 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--policies", type=_names, help="comma separated (default: six)")
     compare.add_argument("--device", help="cpu, a100, h100, h200, b200; default: what is attached")
     for command in (plan, compare):
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+    pareto, fit = _add_pareto(commands), _add_fit(commands)
+    for command in (pareto, fit):
+        command.add_argument(
+            "--json", type=Path, metavar="FILE.json", help="write one JSON document; - prints it"
+        )
+    for command in (plan, compare, pareto, fit):
         command.add_argument(
             "--argnums", type=_argnums, default=0, help="differentiated arguments: 0 or 0,2"
         )
-        command.add_argument("--json", action="store_true", help="print one JSON document")
+    for command in (plan, compare, pareto):
         command.add_argument("--plot", type=Path, metavar="FILE.png|svg", help="draw a picture")
+    for command in (plan, compare, pareto, fit, _add_diff(commands)):
         command.add_argument("--debug", action="store_true", help="errors with their traceback")
     return parser
+
+
+def _add_pareto(commands: Any) -> argparse.ArgumentParser:
+    pareto = commands.add_parser("pareto", help="plan a function at several budgets")
+    pareto.set_defaults(run=_pareto)
+    pareto.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    _add_policy(pareto)
+    pareto.add_argument(
+        "--budgets", type=_names, help="comma separated: 6GiB, bytes, or fractions (0.5)"
+    )
+    pareto.add_argument(
+        "--points", type=_positive, default=8, help="how many, without --budgets (default: 8)"
+    )
+    return pareto
+
+
+def _add_fit(commands: Any) -> argparse.ArgumentParser:
+    fit = commands.add_parser("fit", help="find a plan that the compiler confirms to fit a memory")
+    fit.set_defaults(run=_fit)
+    fit.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    fit.add_argument("--memory", required=True, help="of the device: 80GiB, or bytes")
+    fit.add_argument("--device", help="cpu, a100, h100, h200, b200; default: what is attached")
+    _add_policy(fit)
+    fit.add_argument(
+        "--step",
+        action="store_true",
+        help="TARGET is a whole step with wrappers inside, not a loss to wrap and differentiate",
+    )
+    fit.add_argument("--donate", type=_numbers, default=(), help="donated arguments: 0 or 0,1")
+    fit.add_argument(
+        "--max-compiles", type=_positive, default=6, help="at most so many (default: 6)"
+    )
+    fit.add_argument("--save", type=Path, metavar="FILE.json", help="write the plan, if it is one")
+    return fit
+
+
+def _add_diff(commands: Any) -> argparse.ArgumentParser:
+    diff = commands.add_parser("diff", help="compare two saved plans")
+    diff.set_defaults(run=_diff)
+    diff.add_argument("old", metavar="OLD.json", help="a plan, as `remat plan --save` writes it")
+    diff.add_argument("new", metavar="NEW.json", help="another")
+    diff.add_argument("--top", type=_positive, default=12, help="rows per list (default: 12)")
+    return diff
+
+
+def _add_policy(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--policy", default="ilp", help="default: ilp")
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the policy; may be repeated",
+    )
 
 
 def _positive(text: str) -> int:
@@ -141,7 +207,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _argnums(text: str) -> int | tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if "," in text else int(text)
+    return _numbers(text) if "," in text else int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -208,8 +278,10 @@ def _value(text: str) -> Any:
 
 def _budget(text: str | None) -> int | float | str | None:
     """`--budget 0.5` is a fraction and `--budget 5000` bytes, as the same Python literals are."""
-    if text is None:
-        return None
+    return None if text is None else _number_or_text(text)
+
+
+def _number_or_text(text: str) -> int | float | str:
     value = _value(text)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else text
@@ -272,6 +344,95 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
     print("Every policy is applied to the whole function; jax's own are often applied per block.")
     if device == "cpu":
         print("cpu: compiled with remat.compile.CPU_COMPILER_OPTIONS; GPU numbers need --device.")
+
+
+def _pareto(options: argparse.Namespace) -> int:
+    from remat import plot
+    from remat.pareto import Pareto, iter_pareto
+
+    if options.plot is not None:
+        plot.check_path(options.plot)
+    policy = _configured(options.policy, options.option)
+    budgets = None if options.budgets is None else [_number_or_text(b) for b in options.budgets]
+    function, args = load_target(options.target)
+    curve: Pareto | None = None
+    interrupted = False
+    with _Progress() as progress:
+        try:
+            for curve in iter_pareto(  # noqa: B007 - the last one is printed
+                function,
+                *args,
+                remat_policy=policy,
+                budgets=budgets,
+                points=options.points,
+                argnums=options.argnums,
+                progress=progress,
+            ):
+                pass
+        except KeyboardInterrupt:
+            interrupted = True
+    if curve is not None:
+        _deliver(options.json, {"target": options.target, **curve.to_dict()}, str(curve))
+        if options.plot is not None and curve.points:
+            plot.pareto(curve, options.plot, title=options.target)
+    if interrupted:
+        print("remat: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    import jax
+
+    import remat
+    from remat.devices import get_device
+
+    policy = _configured(options.policy, options.option)
+    if options.device is not None:
+        get_device(options.device)
+    function, args = load_target(options.target)
+    step = function
+    if not options.step:
+        step = jax.value_and_grad(remat.checkpoint(function), options.argnums)
+    with _Progress() as progress:
+        fitted = remat.fit(
+            step,
+            *args,
+            memory=options.memory,
+            device=options.device,
+            remat_policy=policy,
+            max_compiles=options.max_compiles,
+            donate_argnums=options.donate,
+            progress=progress,
+        )
+    if options.save is not None:
+        if len(fitted.plans) != 1:
+            raise PolicyError(
+                f"--save {options.save}: the step has {len(fitted.plans)} wrapped functions, each with a plan "
+                "of its own; one file holds one plan"
+            )
+        fitted.plans[0].to_json(options.save)
+    _deliver(options.json, {"target": options.target, **fitted.to_dict()}, str(fitted))
+    return 0
+
+
+def _deliver(path: Path | None, document: dict[str, Any], text: str) -> None:
+    """Prints the text, and writes the document to a file; `-` prints the document alone."""
+    if str(path) == "-":
+        print(json.dumps(document, indent=2))
+        return
+    if path is not None:
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    print(text)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from remat.plan import Plan
+    from remat.plan_diff import diff
+
+    found = diff(Plan.from_json(Path(options.old)), Plan.from_json(Path(options.new)))
+    print(found.format(options.top))
+    return 1 if found else 0
 
 
 class _Progress:

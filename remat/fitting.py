@@ -32,6 +32,7 @@ Progress = Callable[[str], None]
 
 _TOLERANCE = 0.05  # of the memory: what may be left unused before another compile is spent
 _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
+_NEAR = 0.25  # of the temporaries: how far too large the least plans may be for others to be tried
 _STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
 _HOW_TO_WRAP = (
     "wrap the loss, or the blocks of the network, with a policy of remat's own: "
@@ -396,7 +397,11 @@ def search(
         low = max((t for t in trials if t.fits), key=lambda t: t.predicted_bytes, default=None)
         fails = [t for t in trials if not t.fits]
         if low is None and least is not None:
-            break
+            found = _between(knob, trials, least, limit_bytes)
+            if found is None:
+                break
+            trials.append(found)
+            continue
         if low is not None:
             fails = [t for t in fails if t.predicted_bytes > low.predicted_bytes]
             if not fails or limit_bytes - low.total_bytes <= _TOLERANCE * limit_bytes:
@@ -412,6 +417,24 @@ def search(
             break
         trials.append(found)
     return trials
+
+
+def _between(knob: Knob, trials: Sequence[Trial], least: Trial, limit_bytes: int) -> Trial | None:
+    """A trial in the widest gap of predictions, None if the least plans are far too large or none is new.
+
+    The least plans are so by prediction; what the compiler makes of a plan that repeats less may be smaller.
+    """
+    excess = least.total_bytes - limit_bytes
+    if excess > _NEAR * least.temp_bytes:
+        return None
+    above = [t for t in trials if t.predicted_bytes >= least.predicted_bytes]
+    ordered = sorted(above, key=lambda t: t.predicted_bytes)
+    pairs = sorted(pairwise(ordered), key=lambda p: p[0].predicted_bytes - p[1].predicted_bytes)
+    for low, high in pairs[:1]:
+        found = knob.at((low.predicted_bytes + high.predicted_bytes) // 2, low, high)
+        if found is not None and not _is_among(found, trials):
+            return found
+    return None
 
 
 def _is_among(trial: Trial, trials: Sequence[Trial]) -> bool:

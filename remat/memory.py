@@ -1,35 +1,36 @@
 """Predicts XLA's temp memory from a plan: which values become buffers, and how many are alive at once.
 
-`simulate` counts every value of a schedule; a compiler does not. This model plays, on the joint graph, the parts of
-XLA:GPU that decide about memory, without compiling:
+`simulate` counts every value of a schedule; a compiler does not. This model plays, on the joint graph, the parts
+of XLA:GPU that decide about memory, without compiling:
 
-1. *Instances.* Every run of an operator makes new instances of its results. The same operator on the same instances is
-   one instance: XLA merges repetitions that no barrier separates. A barrier makes new instances that share their
+1. *Instances.* Every run of an operator makes new instances of its results. The same operator on the same instances
+   is one instance: XLA merges repetitions that no barrier separates. A barrier makes new instances that share their
    buffers; so do reshapes and whatever else moves no data.
-2. *Fusion.* A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is
-   merged with what it reads, never with what reads it), what these operators read, what a barrier ties, and every
-   result and gradient. Any other value is a buffer only if several kernels read it and writing it once takes
-   less time than making it in each of them. Kernels of one size that do not depend on one another count as one: XLA
-   merges them into a kernel with several results.
+2. *Fusion.* A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's
+   (it is merged with what it reads, never with what reads it), what these operators read, what a barrier ties, and
+   every result and gradient. Any other value is a buffer only if several kernels read it and writing it once takes
+   less time than making it in each of them. Kernels of one size that do not depend on one another count as one:
+   XLA merges them into a kernel with several results.
 3. *Early kernels.* What is made from next to nothing (random bits, masks unpacked from bits) is made for all equal
-   shapes in one kernel, as early as the first of them: XLA merges these across the whole program.
-4. *Order.* That of the schedule, or the same with the gradients last that are larger than what they are made from,
-   whichever peaks lower with the results counted: the choice XLA's schedulers make. In the backward loop of a `scan`
-   all gradients that are stacked come last.
-5. *Places.* Element-wise kernels and scatters write into an operand that dies there and has the same size. Temporaries
-   are put into results that are not there yet, largest first, into the smallest that fits.
-6. *Loops.* A loop holds its operands, its results and what one iteration needs. In the body, what was stacked is read
-   as slices; a slice is a buffer if an operator that does not fuse reads it.
+   shapes in one kernel, as early as the first of them: XLA merges these across the whole program. The zeros that
+   the gradient of a max pool is scattered into are made with the first ReLU of their shape.
+4. *Order.* That of the schedule, or the same with those gradients late that are larger than what they are made
+   from, whichever peaks lower with the results counted: the choice XLA's schedulers make. In the backward loop of a
+   `scan` all gradients that are stacked come last.
+5. *Places.* Element-wise kernels and scatters write into an operand that dies there and has the same size.
+   Temporaries are put into results that are not there yet, largest first, into the smallest that fits.
+6. *Loops.* A loop holds its operands, its results and what one iteration needs. In the body, what was stacked is
+   read as slices; a slice is a buffer if an operator that does not fuse reads it.
 
-What is not modelled: XLA's freedom to interleave independent work (in networks with many small equal branches it
-finds better and worse orders than ours), fragmentation, the scratch space of libraries, most copies for layouts.
-`benchmarks/memory_model.py` holds the model against the compiler.
+What is not modelled: XLA's freedom to interleave independent work (where many small arrays compete it finds better
+and worse orders than ours), fragmentation, the scratch space of libraries, most copies for layouts, the padding of
+pools (the graph does not tell it). `benchmarks/memory_model.py` holds the model against the compiler.
 
-Rules 2 to 5 follow XLA's `priority_fusion`, `multi_output_fusion`, `hlo_memory_scheduler` and `buffer_assignment`; the
-only numbers are the cost of an operator in additions and that of an addition in bytes.
+Rules 2 to 5 follow XLA's `priority_fusion`, `multi_output_fusion`, `hlo_memory_scheduler` and `buffer_assignment`;
+the only numbers are the cost of an operator in additions and that of an addition in bytes.
 
-Complexity: linear in the steps, but for the reachability bits (quadratic in bits) and the search for places (the number
-of large temporaries times that of the results).
+Complexity: linear in the steps, but for the reachability bits (quadratic in bits) and the search for places (the
+number of large temporaries times that of the results).
 """
 
 from __future__ import annotations
@@ -48,23 +49,61 @@ __all__ = ["Buffer", "Prediction", "buffers", "peak_bytes", "predict", "predict_
 
 # What moves no data: the result is the operand's buffer.
 _SAME_BUFFER = frozenset(
-    "reshape squeeze expand_dims stop_gradient copy_p name pvary device_put sharding_constraint mesh_cast".split()
+    {
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "stop_gradient",
+        "copy_p",
+        "name",
+        "pvary",
+        "device_put",
+        "sharding_constraint",
+        "mesh_cast",
+    }
 )
 # Operators of one operand that their result type describes: two on one operand are one.
 _DETERMINED = frozenset(
-    """
-    abs ceil convert_element_type cos erf exp exp2 floor is_finite log log1p logistic neg not rsqrt sign sin sqrt
-    square tanh
-    """.split()
+    {
+        "abs",
+        "ceil",
+        "convert_element_type",
+        "cos",
+        "erf",
+        "exp",
+        "exp2",
+        "floor",
+        "is_finite",
+        "log",
+        "log1p",
+        "logistic",
+        "neg",
+        "not",
+        "rsqrt",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "tanh",
+    }
 )
 # Operators that take a part of an array which their result type does not tell.
 _PICKS = frozenset({"slice", "split", "pad", "concatenate"})
 _COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
 _IN_PLACE = frozenset(
-    """
-    scan scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add select_and_scatter_add while
-    """.split()
+    {
+        "scan",
+        "scatter",
+        "scatter-add",
+        "scatter-max",
+        "scatter-min",
+        "scatter-mul",
+        "scatter-sub",
+        "scatter_add",
+        "select_and_scatter_add",
+        "while",
+    }
 )
 # Clock cycles per element relative to an addition's, from what XLA measured on an H100 (`hlo_op_profiles_data.h`,
 # sm_90, float32); operators that are not here count as an addition.
@@ -195,18 +234,27 @@ class _Instance:
 
 @dataclass
 class _Program:
-    """The instances and nodes of a schedule, in its order."""
+    """The instances and nodes of a schedule, in its order.
+
+    Attributes:
+        sources: instances that are there before the first node.
+        slices: those of them that are parts of stacked arrays.
+        results: instances that are results or gradients.
+        in_loop: whether this is a loop's body: its results are parts of arrays in use.
+        stacks: whether its results are stacked.
+    """
 
     graph: Graph
     nodes: list[_Node] = field(default_factory=list)
     instances: list[_Instance] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
     slices: set[int] = field(default_factory=set)
+    in_loop: bool = False
     stacks: bool = False
     results: list[int] = field(default_factory=list)
 
 
-Step3 = tuple[str, int, tuple[int, ...]]
+_Action = tuple[str, int, tuple[int, ...]]
 
 
 def predict(
@@ -244,11 +292,11 @@ def predict_body(
     working = _working(graph, loops, plain=schedule is None)
     steps = _steps(graph, schedule)
     turn = next((i for i, step in enumerate(steps) if step[0] == "turn"), len(steps))
-    ahead = _Builder(graph, working)
+    ahead = _Builder(graph, working, in_loop=True)
     ahead.given((*graph.inputs, *graph.constants))
     ahead.sliced(graph.inputs)
     ahead.run(steps[:turn])
-    back = _Builder(graph, working)
+    back = _Builder(graph, working, in_loop=True)
     back.given((*graph.inputs, *graph.constants, *graph.cotangents))
     back.sliced(graph.inputs)
     raw, bits = _read_before_made(graph, steps[turn:])
@@ -296,28 +344,27 @@ def buffers(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _steps(graph: Graph, schedule: Schedule | None) -> list[Step3]:
+def _steps(graph: Graph, schedule: Schedule | None) -> list[_Action]:
     if schedule is not None:
         return [(step.action, step.target, step.values) for step in schedule.steps]
-    steps: list[Step3] = [("compute", op.id, ()) for op in graph.ops]
+    steps: list[_Action] = [("compute", op.id, ()) for op in graph.ops]
     first = next((op.id for op in graph.backward_ops()), len(steps))
     return [*steps[:first], ("turn", -1, ()), *steps[first:]]
 
 
 def _working(graph: Graph, loops: Sequence[_LoopPlan], plain: bool) -> dict[int, Prediction]:
     """What one iteration of every planned loop needs, by the loop's operator."""
-    found: dict[int, Prediction] = {}
-    by_path = {loop.path: loop.plan for loop in loops}
-    for op in graph.ops:
-        plan = by_path.get(op.loop or "")
-        if plan is None:
-            continue
-        ahead, back = predict_body(plan.graph, None if plain else plan.schedule, loops=plan.loops)
-        found[op.id] = ahead if op.phase == "forward" else back
-    return found
+    by_path = {
+        loop.path: predict_body(
+            loop.plan.graph, None if plain else loop.plan.schedule, loops=loop.plan.loops
+        )
+        for loop in loops
+    }
+    planned = (op for op in graph.ops if op.loop in by_path)
+    return {op.id: by_path[op.loop or ""][op.phase == "backward"] for op in planned}
 
 
-def _read_before_made(graph: Graph, steps: Iterable[Step3]) -> tuple[list[int], list[int]]:
+def _read_before_made(graph: Graph, steps: Iterable[_Action]) -> tuple[list[int], list[int]]:
     """The raw and packed values that steps read before they make them, and gradients they never make."""
     raw: dict[int, None] = {}
     bits: dict[int, None] = {}
@@ -344,10 +391,12 @@ def _read_before_made(graph: Graph, steps: Iterable[Step3]) -> tuple[list[int], 
 class _Builder:
     """Turns steps into nodes and instances."""
 
-    def __init__(self, graph: Graph, working: Mapping[int, Prediction]) -> None:
+    def __init__(
+        self, graph: Graph, working: Mapping[int, Prediction], *, in_loop: bool = False
+    ) -> None:
         self.graph = graph
         self.working = working
-        self.program = _Program(graph)
+        self.program = _Program(graph, in_loop=in_loop)
         self.raw: dict[int, int] = {}
         self.bits: dict[int, int] = {}
         self._seen: dict[Hashable, list[int]] = {}
@@ -372,7 +421,7 @@ class _Builder:
             self.program.sources.add(index)
             self.program.slices.add(index)
 
-    def run(self, steps: Sequence[Step3], offset: int = 0) -> None:
+    def run(self, steps: Sequence[_Action], offset: int = 0) -> None:
         """Executes steps."""
         for index, (action, target, values) in enumerate(steps, start=offset):
             if action == "compute":
@@ -436,7 +485,7 @@ class _Builder:
         self.raw.update(zip(op.outputs, made, strict=True))
 
     def _strides(self, op: Op) -> bool:
-        """Whether the windows of a pool step by more than one; otherwise its gradient has a padded array of its own."""
+        """Whether the windows of a pool step by more than one; else its gradient has a padded array of its own."""
         source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
         return source.shape != result.shape
 
@@ -500,7 +549,7 @@ class _Builder:
         source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
         if op.name in _SAME_BUFFER or (op.name == "rev" and self._mirrors_kernel(op)):
             return True
-        if op.name == "transpose" and self._turns_product(op):
+        if op.name == "transpose" and not self.program.in_loop and self._turns_product(op):
             return True
         if source.nbytes != result.nbytes:
             return False
@@ -509,7 +558,10 @@ class _Builder:
         )
 
     def _turns_product(self, op: Op) -> bool:
-        """Whether the transposed product of two matrices alone is read: XLA multiplies them the other way round."""
+        """Whether the transposed product of two matrices alone is read: XLA multiplies them the other way round.
+
+        In a loop's body the transposition is part of writing into a stack, and the product is a buffer.
+        """
         value = self.graph.values[op.inputs[0]]
         producer = self.graph.ops[value.producer] if value.producer is not None else None
         product = producer is not None and producer.name == "dot_general" and not producer.batched
@@ -759,10 +811,10 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
 def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
     """The order in which results larger than what they are made from wait.
 
-    XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of a
-    weight that is larger than the activations it is made from is therefore computed late, when everything else takes more
-    memory, and until then its memory serves for temporaries. In a loop's body it counts the whole stack that a
-    gradient is written into, so there all gradients wait till the end.
+    XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of
+    a weight that is larger than the activations it is made from is therefore computed late, when everything else
+    takes more memory, and until then its memory serves for temporaries. In a loop's body it counts the whole stack
+    that a gradient is written into, so there all gradients wait till the end.
     """
     size = [instance.nbytes for instance in program.instances]
     read: set[int] = set().union(*(kernel.reads for kernel in kernels))
@@ -794,7 +846,7 @@ def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
         if waiting and not program.stacks:
             own = gain(kernel)
             if own < 0:
-                ready = [k for best, k in waiting if best >= own and gain(k) >= own]
+                ready = [k for best, k in waiting if best > own and gain(k) > own]
                 waiting = [(best, k) for best, k in waiting if k not in ready]
                 for other in ready:
                     run(other)
@@ -879,7 +931,7 @@ def _predict(program: _Program) -> Prediction:
 
 def _timeline(program: _Program, order: list[_Kernel], moved: Mapping[int, int]) -> _Timeline:
     ranges, results = _live_ranges(program, order, moved)
-    places = _in_results(ranges, results)
+    places = set() if program.in_loop else _in_results(ranges, results)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = [0] * (len(order) + 2)
     for found in outside:
@@ -958,18 +1010,24 @@ def _is_turned(program: _Program, node: _Node) -> bool:
 def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
     """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits."""
     least = max((found.nbytes for found in ranges), default=0) * _TINY
-    places = sorted(results, key=lambda r: (r.nbytes, r.start))
-    sizes = [place.nbytes for place in places]
-    taken: list[list[_Range]] = [[] for _ in places]
+    starts: dict[int, list[int]] = {}
+    for place in sorted(results, key=lambda r: r.start):
+        starts.setdefault(place.nbytes, []).append(place.start)
+    sizes = sorted(starts)
+    taken: dict[tuple[int, int], list[_Range]] = {}
     inside: set[int] = set()
     for index in sorted(range(len(ranges)), key=lambda i: -ranges[i].nbytes):
         found = ranges[index]
         if found.nbytes < least:
             break
-        for number in range(bisect.bisect_left(sizes, found.nbytes), len(places)):
-            free = found.end < places[number].start
-            if free and all(found.end < o.start or o.end < found.start for o in taken[number]):
-                taken[number].append(found)
+        places = (
+            taken.setdefault((size, number), [])
+            for size in sizes[bisect.bisect_left(sizes, found.nbytes) :]
+            for number in range(bisect.bisect_right(starts[size], found.end), len(starts[size]))
+        )
+        for place in places:
+            if all(found.end < other.start or other.end < found.start for other in place):
+                place.append(found)
                 inside.add(index)
                 break
     return inside

@@ -1,4 +1,4 @@
-"""Pictures of plans: memory over time, and memory against traffic. Needs matplotlib (`remat[plot]`).
+"""Pictures of plans: memory over time, against traffic, against recomputation. Needs matplotlib (`remat[plot]`).
 
 The object-oriented interface of matplotlib only, so that nothing global changes; PNG or SVG by the suffix.
 """
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
     from remat.compare import Row
+    from remat.pareto import Pareto
 
-__all__ = ["PlotError", "check_path", "timeline", "tradeoff"]
+__all__ = ["PlotError", "check_path", "pareto", "timeline", "tradeoff"]
 
 SUFFIXES = (".png", ".svg")
 
@@ -154,6 +155,47 @@ def tradeoff(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.set_title(f"{title or 'Policies compared'}{note}", loc="left", fontsize=11)
     _legend(axes, [name for names in points.values() for name in names])
     _place_labels(figure, axes, points)
+    _write(figure, path)
+
+
+def pareto(curve: Pareto, path: str | Path, title: str = "") -> None:
+    """Draws the recomputation that every amount of memory costs: towards the lower left is better.
+
+    Args:
+        curve: of `remat.pareto`.
+        path: of the picture, `.png` or `.svg`.
+        title: what was planned.
+
+    Raises:
+        PlotError: the curve has no point; or see `check_path`.
+    """
+    check_path(path)
+    if not curve.points:
+        raise PlotError(
+            f"no budget of the curve is feasible (the smallest peak found is "
+            f"{human_bytes(curve.smallest_peak_bytes)}): there is nothing to draw"
+        )
+    # A plan is drawn where it peaks, not at the budget it was made for, and once.
+    places = sorted({(p.peak_bytes / _MIB, p.recompute_seconds * 1e3) for p in curve.points})
+    peaks, costs = [x for x, _ in places], [y for _, y in places]
+    baseline = curve.baseline_peak_bytes / _MIB
+    figure, axes = _figure(7.6, 4.8)
+    right = max(baseline, peaks[-1])
+    axes.step([*peaks, right], [*costs, costs[-1]], where="post", color=_OURS, linewidth=1.4)
+    axes.plot(peaks, costs, "o", color=_OURS, markersize=6, markeredgecolor="white")
+    axes.axvline(baseline, color=_NEUTRAL, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.axvspan(0, peaks[0], color=_NEUTRAL, alpha=0.12, linewidth=0)
+    place: dict[str, Any] = {"fontsize": 9, "va": "top", "transform": axes.get_xaxis_transform()}
+    no_remat = f"no remat: {human_bytes(curve.baseline_peak_bytes)}  "
+    axes.text(baseline, 0.97, no_remat, ha="right", color=_INK, **place)
+    axes.set_xlim(0, 1.04 * right)
+    axes.set_ylim(0, 1.12 * max(*costs, 1e-9))
+    axes.set_xlabel("peak of temporaries [MiB], simulated")
+    axes.set_ylabel("repeated work per step [ms], roofline estimate")
+    least = human_bytes(curve.smallest_peak_bytes)
+    axes.set_title(
+        f"{title or 'Trade-off'}: {curve.policy_name} down to {least}", loc="left", fontsize=11
+    )
     _write(figure, path)
 
 

@@ -5,7 +5,8 @@ It knows nothing of the planner that made the schedule. What it accounts:
 * arguments, closed-over arrays, results and gradients are the caller's and cost nothing here, as in XLA's
   *temp*; everything else costs its bytes from the step that computes it to the step that frees it;
 * with `fused=True` a value that XLA never writes to memory costs nothing: one made by a fusible operator
-  and read only by fusible operators, in the phase that made it. This is an estimate of the compiler.
+  and read only by fusible operators, in the phase that made it. This is a rough estimate of the compiler;
+  `remat.memory` predicts what it will allocate, and that is what `Plan.peak_bytes` is.
 """
 
 from __future__ import annotations

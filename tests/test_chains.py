@@ -391,7 +391,7 @@ def test_chains_found_are_chains(problem: Problem) -> None:
         for node in segment.forward:
             assert set(problem.inputs[node]) <= allowed
         for node in segment.backward:
-            assert {r for r in problem.inputs[node] if r < problem.turn} <= allowed
+            assert {r for r in problem.inputs[node] if r < problem.turn} <= allowed | chain.floating
             assert {
                 r for r in problem.inputs[node] if r >= problem.turn and r < segment.backward.start
             } <= segment.gradients
@@ -497,6 +497,30 @@ def test_skips_inside_blocks_leave_cuts_between_them_and_small_values_may_cross(
     assert pinned is not None
     assert pinned.pinned == {0}
     assert [s.forward for s in pinned.segments] == [s.forward for s in chain.segments]
+
+
+def test_nodes_that_read_nothing_may_stand_anywhere() -> None:
+    # The last forward node reads nothing, and the last backward node reads it: without more ado nothing could
+    # be cut before the whole backward pass.
+    plain = chain_a(8)
+    n = 8
+    inputs = [list(reads) for reads in plain.inputs]
+    moved = [[r + (r >= n) for r in reads] for reads in inputs]
+    moved.insert(n, [])
+    moved[-1].append(n)
+    count = len(moved)
+    problem = Problem.of(
+        [1] * count, [1] * count, moved, repeatable=[v <= n for v in range(count)], turn=n + 1
+    )
+    chain = found_chain(problem)
+    assert chain.floating == {n}
+    assert len(chain.segments) == n + 1
+    for budget, extra in CHAIN_A[8].items():
+        plan = solve_chain(problem, budget + 1)
+        assert plan is not None
+        assert plan.peak_bytes <= budget + 1
+        assert plan.extra_cost <= extra  # held throughout it costs nothing
+        assert replay(problem, plan.sequence).extra_cost == plan.extra_cost
 
 
 def test_two_values_abreast_are_no_chain() -> None:

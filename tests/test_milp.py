@@ -344,7 +344,7 @@ def test_freed_must_imply_computed_here() -> None:
             rows.row_lower[row] = -INF
             broken += 1
     assert broken == len(frees)
-    assert run_mip(rows).objective < 6
+    assert run_mip(rows).objective == pytest.approx(2)
 
 
 # -- results, limits, interruption ----------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_costs_in_seconds() -> None:
 
 
 def test_cuts_and_relaxation_agree_on_training_graphs() -> None:
-    for seed, ratio in ((0, 0.8), (0, 0.7), (2, 0.8), (2, 0.7)):
+    for seed, ratio in ((0, 0.8), (2, 0.7)):
         problem = training(8, 3, seed)
         budget = int(ratio * peak_of_order(problem))
         cut = cut_bound(problem, budget)

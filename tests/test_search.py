@@ -262,17 +262,16 @@ def test_nothing_is_repeated_where_nothing_need_be() -> None:
 
 
 def test_an_impossible_budget_gives_the_smallest_peak() -> None:
-    found = search(chain(8), 2, proposals=12000, compiled=False)
+    told: list[SearchState] = []
+    found = search(chain(6), 2, proposals=8000, compiled=False, progress=told.append)
     assert not found.feasible
     assert found.peak_bytes == 3
-    assert found.extra_cost == 28
-    told: list[SearchState] = []
-    search(chain(8), 2, proposals=4096, compiled=False, progress=told.append)
-    assert told[-1].over_bytes >= 1
+    assert found.extra_cost == griewank(7, 1) - 6 == 15
+    assert told[-1].over_bytes == 1
 
 
 @given(st.randoms(use_true_random=False), st.floats(0, 1), st.integers(0, 2**40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_results_are_valid_and_never_worse_than_the_start(
     rng: random.Random, share: float, seed: int
 ) -> None:

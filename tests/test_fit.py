@@ -1,0 +1,588 @@
+"""Fitting a step: confirmed by the compiler, with the results of the plain step, in few compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import remat
+import remat.linen
+import remat.nnx
+from models import cases, gpt, mlp
+from remat.batch import _largest
+from remat.compile import compiler_options
+from remat.compiled import CompileReport
+from remat.errors import BudgetError, CompileError, PolicyError
+from remat.fit import Fitted, finish, fit, fit_options
+from remat.fitting import Options, Trial, search
+from remat.override import Attempt, Menus, PricePlanner, choose_option
+from remat.plan import Plan
+from tests.test_pareto import Cuts
+
+LAYERS, WIDTH, ROWS = 4, 16, 64
+SIZES = {"layers": LAYERS, "width": WIDTH, "hidden": 64}
+
+
+def loss_and_args(rows: int = ROWS) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return mlp.residual_mlp(**SIZES, batch=rows)
+
+
+def gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(remat.checkpoint(loss))
+
+
+LOSS, ARGS = loss_and_args()
+STEP = gradient(LOSS)
+
+
+def equal(want: Any, got: Any) -> bool:
+    """Whether two trees agree but for the rounding of another order of additions."""
+    leaves = zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True)
+    return jax.tree.structure(want) == jax.tree.structure(got) and all(
+        jnp.allclose(a, b, rtol=2e-5, atol=1e-6) for a, b in leaves
+    )
+
+
+def compiled_plainly(step: Callable[..., Any], *args: Any, **options: Any) -> CompileReport:
+    return remat.compile_report(step, *args, device="cpu", **options)
+
+
+def budget(share: float, plain: CompileReport) -> int:
+    """Memory that leaves a share of the plain step's temporaries."""
+    return plain.total_bytes - plain.temp_bytes + int(share * plain.temp_bytes)
+
+
+@pytest.fixture(scope="module")
+def plain() -> CompileReport:
+    return compiled_plainly(jax.grad(LOSS), *ARGS)
+
+
+@pytest.fixture(scope="module")
+def tight(plain: CompileReport) -> Fitted:
+    return fit(STEP, *ARGS, memory=budget(0.4, plain), device="cpu", remat_policy=Cuts())
+
+
+# --- one wrapped function: a budget ------------------------------------------------------------------------
+
+
+def test_the_cheapest_plan_is_enough_where_it_fits(plain: CompileReport) -> None:
+    found = fit(STEP, *ARGS, memory=2 * plain.total_bytes, device="cpu", remat_policy=Cuts())
+    (trial,) = found.history
+    assert trial.knob == "no budget" and trial.fits and found.chosen is trial
+    assert found.budget_bytes is None and found.plans[0].recompute_flops == 0
+
+
+def test_what_fits_is_what_the_compiler_says(tight: Fitted, plain: CompileReport) -> None:
+    assert tight.total_bytes <= tight.memory_bytes < plain.total_bytes
+    again = compiled_plainly(jax.grad(remat.checkpoint(LOSS, remat_policy=tight.plans[0])), *ARGS)
+    assert again.total_bytes == tight.report.total_bytes
+    assert 2 <= len(tight.history) <= 6
+    assert [trial.fits for trial in tight.history][0] is False
+    assert tight.chosen in tight.history and tight.chosen.report is tight.report
+    assert tight.plans[0].recompute_flops > 0
+    assert tight.budget_bytes is not None and tight.plans[0].peak_bytes <= tight.budget_bytes
+
+
+def test_the_step_runs_and_agrees(tight: Fitted) -> None:
+    args = cases.materialize(ARGS)
+    want = jax.jit(jax.grad(LOSS), compiler_options=compiler_options("cpu"))(*args)
+    assert equal(want, tight(*args))
+
+
+def test_as_data_and_text(tight: Fitted) -> None:
+    document = json.loads(json.dumps(tight.to_dict()))
+    assert document["format"] == "remat.fit"
+    assert document["total_bytes"] == tight.total_bytes
+    assert document["history"][document["chosen"]]["fits"] is True
+    assert document["plans"][0]["digest"] == tight.plans[0].digest()
+    lines = str(tight).splitlines()
+    assert lines[0].startswith("fits: ") and len(lines) == 2 + len(tight.history)
+    assert sum("chosen" in line for line in lines) == 1 and "too large" in lines[2]
+
+
+def test_equal_steps_are_fitted_equally(tight: Fitted) -> None:
+    again = fit(gradient(LOSS), *ARGS, memory=tight.memory_bytes, device="cpu", remat_policy=Cuts())
+    assert [t.total_bytes for t in again.history] == [t.total_bytes for t in tight.history]
+    assert again.plans == tight.plans
+
+
+def test_a_jitted_step_is_traced_anew(tight: Fitted) -> None:
+    """jax remembers traces of jitted functions; an attempt must not see those of another."""
+    step = jax.jit(lambda *args: jax.jit(STEP)(*args))
+    step.trace(*ARGS)
+    found = fit(step, *ARGS, memory=tight.memory_bytes, device="cpu", remat_policy=Cuts())
+    assert found.plans == tight.plans
+    assert [t.total_bytes for t in found.history] == [t.total_bytes for t in tight.history]
+
+
+def test_nothing_of_a_fit_stays_behind(tight: Fitted) -> None:
+    loss = remat.checkpoint(LOSS, remat_policy="min_cut")
+    before = compiled_plainly(jax.grad(loss), *ARGS)
+    fit(jax.grad(loss), *ARGS, memory=tight.memory_bytes, device="cpu", remat_policy=Cuts())
+    after = compiled_plainly(jax.grad(loss), *ARGS)
+    assert (before.temp_bytes, before.matmuls_executed) == (
+        after.temp_bytes,
+        after.matmuls_executed,
+    )
+
+
+def test_too_little_memory_says_what_is_the_least(plain: CompileReport) -> None:
+    memory = budget(0.02, plain)
+    with pytest.raises(BudgetError) as caught:
+        fit(STEP, *ARGS, memory=memory, device="cpu", remat_policy=Cuts())
+    message = str(caught.value)
+    least = min((p for p in map(partial(remat.plan, LOSS, *ARGS), ()) if p), default=None)
+    assert least is None
+    assert f"{memory:,} bytes" in message and "smallest that the compiler confirmed" in message
+    assert f"arguments {plain.argument_bytes:,}" in message
+    assert "dominate" in message
+
+
+def test_arguments_alone_are_too_large(plain: CompileReport) -> None:
+    said: list[str] = []
+    with pytest.raises(BudgetError, match="arguments dominate"):
+        fit(
+            STEP,
+            *ARGS,
+            memory=plain.argument_bytes,
+            device="cpu",
+            remat_policy=Cuts(),
+            progress=said.append,
+        )
+    assert sum("compiling" in line for line in said) == 1
+
+
+def test_min_cut_takes_prices(plain: CompileReport) -> None:
+    found = fit(STEP, *ARGS, memory=budget(0.4, plain), device="cpu", remat_policy="min_cut")
+    assert found.total_bytes <= found.memory_bytes
+    assert found.history[0].knob == "the least time"
+
+
+# --- many wrapped functions: a price -----------------------------------------------------------------------
+
+
+def per_layer(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(params: Any, x: Any) -> Any:
+        for weights in params:
+            x = wrap(mlp.layer)(weights, x)
+        return jnp.mean(jnp.square(x))
+
+    return loss
+
+
+def scanned(params: Any, x: Any) -> Any:
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+    def body(carry: Any, weights: Any) -> Any:
+        return remat.checkpoint(mlp.layer)(weights, carry), None
+
+    out, _ = jax.lax.scan(body, x, stacked)
+    return jnp.mean(jnp.square(out))
+
+
+@pytest.mark.parametrize("loss", [per_layer(remat.checkpoint), scanned], ids=["unrolled", "scan"])
+def test_several_wrappers_share_a_price(loss: Callable[..., Any]) -> None:
+    free = fit(jax.grad(loss), *ARGS, memory="1GiB", device="cpu", remat_policy=Cuts())
+    assert len(free.history) == 1
+    memory = free.total_bytes - 1
+    found = fit(jax.grad(loss), *ARGS, memory=memory, device="cpu", remat_policy=Cuts())
+    assert found.total_bytes <= memory
+    assert found.chosen.predicted_bytes < found.history[0].predicted_bytes
+    assert found.chosen.recompute_seconds > free.chosen.recompute_seconds
+    args = cases.materialize(ARGS)
+    want = jax.jit(jax.grad(LOSS), compiler_options=compiler_options("cpu"))(*args)
+    assert equal(want, found(*args))
+
+
+def uses_of(step: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    attempt = Attempt(PricePlanner(0.0, Menus("h200")))
+    with attempt.active():
+        jax.make_jaxpr(step)(*args)
+    return attempt.uses()
+
+
+def test_uses_are_counted() -> None:
+    (use,) = uses_of(jax.grad(per_layer(remat.checkpoint)), *ARGS)
+    assert (use.calls, use.kept_in_loop, use.name) == (LAYERS, False, "layer")
+    (use,) = uses_of(jax.grad(scanned), *ARGS)
+    assert (use.calls, use.kept_in_loop) == (1, True)
+    (use,) = uses_of(STEP, *ARGS)
+    assert (use.calls, use.kept_in_loop) == (1, False)
+    assert uses_of(remat.checkpoint(LOSS), *ARGS) == ()
+    assert uses_of(jax.grad(remat.checkpoint(LOSS, remat_policy=None)), *ARGS) == ()
+
+
+def test_gradients_accumulated_in_a_loop_are_not_kept_by_it() -> None:
+    def step(params: Any, xs: Any) -> Any:
+        def body(total: Any, x: Any) -> Any:
+            return jax.tree.map(jnp.add, total, STEP(params, x)), None
+
+        return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+    xs = jax.ShapeDtypeStruct((3, ROWS, WIDTH), jnp.float32)
+    (use,) = uses_of(step, ARGS[0], xs)
+    assert (use.calls, use.kept_in_loop) == (1, False)
+
+
+def test_saved_plans_and_policies_of_jax_are_left_alone() -> None:
+    plan = remat.plan(LOSS, *ARGS)
+    for policy in (plan, "dots_saveable", None):
+        assert uses_of(jax.grad(remat.checkpoint(LOSS, remat_policy=policy)), *ARGS) == ()
+
+    def both(params: Any, x: Any) -> Any:
+        fixed = remat.checkpoint(LOSS, remat_policy=plan)
+        return fixed(params, x) + remat.checkpoint(LOSS, remat_policy="full")(params, x)
+
+    assert len(uses_of(jax.grad(both), *ARGS)) == 1
+
+
+def test_linen_and_nnx_wrappers() -> None:
+    block = remat.linen.remat(nn.Dense, remat_policy="min_cut")
+    x = jnp.ones((4, 8))
+    variables = block(8).init(jax.random.key(0), x)
+    (use,) = uses_of(jax.grad(lambda v: jnp.sum(jnp.tanh(block(8).apply(v, x)))), variables)
+    assert use.plan.policy_name in ("full", "min_cut")
+
+    wrapped = remat.nnx.remat(lambda m, x: jnp.tanh(m(x)), remat_policy="min_cut")
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    attempt = Attempt(PricePlanner(0.0, Menus("h200")))
+    with attempt.active():
+        nnx.grad(lambda m: jnp.sum(wrapped(m, x)))(model)
+    assert len(attempt.uses()) == 1
+
+
+@given(st.floats(0, 1e-9), st.floats(0, 1e-9))
+@settings(max_examples=50, deadline=None)
+def test_a_higher_price_never_keeps_more(one: float, other: float) -> None:
+    options = MENUS.of(remat.plan(LOSS, *ARGS).graph)
+    low, high = (choose_option(options, price) for price in sorted((one, other)))
+    assert high.saved_bytes <= low.saved_bytes and high.seconds >= low.seconds
+    assert choose_option(options, float("inf")) is options[0]
+    assert choose_option(options, 0.0) is options[-1]
+
+
+MENUS = Menus("h200")
+
+
+# --- whole training steps ----------------------------------------------------------------------------------
+
+
+def test_a_training_step_with_dropout_and_adam() -> None:
+    """Random masks are drawn again from the same keys: the fitted step trains exactly like the plain one."""
+    sizes: dict[str, Any] = {
+        "layers": 2, "batch": 2, "length": 16, "width": 16, "heads": 2, "dropout": 0.5,
+    }  # fmt: skip
+    loss, _ = gpt.blocks_scanned(**sizes)
+    params, x, key = gpt.init_args(**sizes)
+    optimizer = optax.adam(1e-2)
+
+    def train(loss: Callable[..., Any], params: Any, state: Any, x: Any, key: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda *args: loss(*args) ** 2)(params, x, key)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    args = (params, optimizer.init(params), x, key)
+    donated: dict[str, Any] = {"donate_argnums": (0, 1)}
+    plain = compiled_plainly(partial(train, loss), *args, **donated)
+    found = fit(
+        partial(train, remat.checkpoint(loss)),
+        *args,
+        memory=budget(0.6, plain),
+        device="cpu",
+        remat_policy="min_cut",
+        **donated,
+    )
+    assert found.total_bytes < plain.total_bytes and found.report.alias_bytes > 0
+    want = jax.jit(partial(train, loss), compiler_options=compiler_options("cpu"))(*args)
+    given_away = jax.tree.map(jnp.copy, args[:2])
+    assert equal(want, found(*given_away, x, key))
+
+
+def test_static_arguments_and_keyword_arguments() -> None:
+    def step(params: Any, power: int, x: Any, *, scale: Any) -> Any:
+        return jax.grad(remat.checkpoint(lambda p: scale * LOSS(p, x) ** power))(params)
+
+    params, x = cases.materialize(ARGS)
+    found = fit(
+        step,
+        params,
+        2,
+        x,
+        scale=jnp.float32(3),
+        static_argnums=1,
+        memory="1GiB",
+        device="cpu",
+        remat_policy=Cuts(),
+    )
+    assert equal(
+        jax.jit(step, static_argnums=1)(params, 2, x, scale=3.0),
+        found(params, 2, x, scale=jnp.float32(3)),
+    )
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+def test_no_wrapper_says_how_to_wrap() -> None:
+    with pytest.raises(PolicyError, match=r"loss = remat\.checkpoint\(loss"):
+        fit(jax.grad(LOSS), *ARGS, memory="1GiB", device="cpu", remat_policy=Cuts())
+    with pytest.raises(PolicyError, match="is differentiated"):
+        fit(remat.checkpoint(LOSS), *ARGS, memory="1GiB", device="cpu", remat_policy=Cuts())
+
+
+@pytest.mark.parametrize("policy", ["full", "dots_saveable", None])
+def test_policies_that_cannot_be_tightened(policy: Any) -> None:
+    with pytest.raises(PolicyError, match="cannot be tightened"):
+        fit(STEP, *ARGS, memory="1GiB", device="cpu", remat_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": 0.5}, "not a fraction"),
+        ({"memory": "6 apples"}, "not a size"),
+        ({"memory": None, "device": "cpu"}, "pass memory="),
+        ({"memory": "1GiB", "max_compiles": 1}, "at least 2"),
+    ],
+)
+def test_bad_memory(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BudgetError, match=words):
+        fit(STEP, *ARGS, **options)
+
+
+def test_memory_of_the_data_sheet() -> None:
+    from remat.devices import get_device
+
+    read = fit_options(
+        memory=None,
+        device="h200",
+        remat_policy="ilp",
+        max_compiles=2,
+        static_argnums=0,
+        donate_argnums=(),
+        compiler_options=None,
+        progress=None,
+    )
+    assert read.limit_bytes == get_device("h200").memory_bytes
+    assert read.static_argnums == (0,)
+
+
+@pytest.mark.gpu_compile
+def test_an_absent_gpu_gives_plans_but_no_step() -> None:
+    pytest.importorskip("jax_cuda13_plugin", reason="the GPU compiler is not installed")
+    found = fit(STEP, *ARGS, memory="1GiB", device="h200", remat_policy=Cuts())
+    assert found.compiled is None and found.report.device == "h200"
+    with pytest.raises(CompileError, match=r"remat_policy=fitted\.plans\[0\]"):
+        found(*cases.materialize(ARGS))
+
+
+# --- the search, with a compiler that is a formula ---------------------------------------------------------
+
+FIXED = 1000
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    """What `finish` reads of a report."""
+
+    roofline_seconds: float | None = None
+
+
+class FakeKnob:
+    """Plans at every prediction of a list; the compiler adds to a multiple of the prediction."""
+
+    def __init__(self, predictions: list[int], factor: float, offset: int, limit: int) -> None:
+        self.predictions = sorted(predictions)
+        self.factor, self.offset, self.limit = factor, offset, limit
+        self.made: dict[int, Trial] = {}
+
+    def total(self, predicted: int) -> int:
+        return FIXED + self.offset + int(self.factor * predicted)
+
+    def trial(self, predicted: int) -> Trial:
+        total = self.total(predicted)
+        new: Any = Trial(
+            knob=str(predicted),
+            predicted_bytes=predicted,
+            total_bytes=total,
+            temp_bytes=total - FIXED,
+            recompute_seconds=1 / predicted,
+            fits=total <= self.limit,
+            plans=(),
+            report=FakeReport(),  # pyright: ignore[reportArgumentType]
+        )
+        return self.made.setdefault(predicted, new)
+
+    def cheapest(self) -> Trial:
+        return self.trial(self.predictions[-1])
+
+    def least(self) -> Trial:
+        return self.trial(self.predictions[0])
+
+    def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
+        under = [p for p in self.predictions if p <= target_bytes]
+        return self.trial(under[-1]) if under else self.least()
+
+
+def options(limit: int, max_compiles: int = 6) -> Options:
+    return Options("ilp", limit, max_compiles, "cpu", (), (), None, lambda line: None)
+
+
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=200, unique=True),
+    st.floats(0.3, 3.0),
+    st.integers(0, 10**6),
+    st.integers(2000, 3 * 10**6),
+    st.integers(2, 8),
+)
+@example([10, 1000], 1.0, 0, 1010, 2)
+@settings(max_examples=300, deadline=None)
+def test_search_finds_what_fits_if_anything_does(
+    predictions: list[int], factor: float, offset: int, limit: int, max_compiles: int
+) -> None:
+    knob = FakeKnob(predictions, factor, offset, limit)
+    trials = search(knob, options(limit, max_compiles), lambda: len(knob.made))
+    assert len(knob.made) <= max_compiles
+    assert len({trial.knob for trial in trials}) == len(trials)
+    feasible = [p for p in predictions if knob.total(p) <= limit]
+    fitting = [trial for trial in trials if trial.fits]
+    assert bool(fitting) == bool(feasible)
+    if not feasible and limit > FIXED:
+        assert min(trial.predicted_bytes for trial in trials) == min(predictions)
+
+
+@given(st.floats(0.5, 2.0), st.integers(0, 10**5), st.floats(0.05, 0.95))
+@settings(max_examples=200, deadline=None)
+def test_a_linear_compiler_is_met_closely(factor: float, offset: int, share: float) -> None:
+    """Any prediction can be had: then at most 5 % of the memory is left unused."""
+    top = 10**6
+    knob = FakeKnob(list(range(1000, top, 500)), factor, offset, 0)
+    limit = knob.limit = FIXED + offset + int(factor * top * share) + 2000
+    trials = search(knob, options(limit), lambda: len(knob.made))
+    best = max(trial.total_bytes for trial in trials if trial.fits)
+    assert best >= 0.94 * limit
+    assert len(trials) <= 4
+
+
+def test_other_plans_are_tried_where_the_least_are_not_the_smallest() -> None:
+    class Odd(FakeKnob):
+        def total(self, predicted: int) -> int:
+            return FIXED + {100: 900, 400: 820, 1000: 2000}[predicted]
+
+    knob = Odd([100, 400, 1000], 1.0, 0, FIXED + 850)
+    trials = search(knob, options(FIXED + 850), lambda: len(knob.made))
+    assert [trial.predicted_bytes for trial in trials if trial.fits] == [400]
+
+
+# --- the largest batch -------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 10**4),
+    st.floats(1.0, 1.3),
+    st.integers(1, 50),
+    st.one_of(st.none(), st.integers(0, 500)),
+    st.integers(1, 10**7),
+)
+@settings(max_examples=300, deadline=None)
+def test_largest_is_the_largest(
+    constant: int, slope: int, bend: float, first: int, more: int | None, limit: int
+) -> None:
+    asked: list[int] = []
+
+    def total(size: int) -> int:
+        asked.append(size)
+        return constant + int(slope * size**bend)
+
+    last = None if more is None else first + more
+    size, above = _largest(total, limit, first, last)
+    assert len(asked) == len(set(asked))
+    fits = [constant + int(slope * n**bend) <= limit for n in (size or 0, (size or 0) + 1)]
+    if size is None:
+        assert asked == [first] and constant + int(slope * first**bend) > limit
+        return
+    assert first <= size and fits[0]
+    if above is None:
+        assert size == last
+    else:
+        assert above == size + 1 and not fits[1]
+    assert len(asked) <= 3 + 2 * (size.bit_length() + 1)
+
+
+def test_linear_totals_need_few_compiles() -> None:
+    asked: list[int] = []
+
+    def total(size: int) -> int:
+        asked.append(size)
+        return 5000 + 30 * size
+
+    assert _largest(total, 5000 + 30 * 777, 1, None) == (777, 778)
+    assert len(asked) <= 8
+
+
+def make(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    loss, args = loss_and_args(rows)
+    return gradient(loss), args
+
+
+def test_max_batch(plain: CompileReport) -> None:
+    memory = budget(1.0, plain)
+    found = remat.max_batch(
+        make, memory=memory, device="cpu", low=16, multiple_of=16, remat_policy=Cuts()
+    )
+    assert found.batch % 16 == 0 and found.batch > ROWS
+    assert found.next_batch == found.batch + 16
+    sizes = {trial.batch: trial for trial in found.history}
+    assert sizes[found.batch].fits and not sizes[found.next_batch].fits
+    assert found.fitted.total_bytes <= memory
+    assert found.compiles == len(found.history) + len(found.fitted.history) - 1
+    args = cases.materialize(loss_and_args(found.batch)[1])
+    assert equal(jax.grad(LOSS)(*args), found.fitted(*args))
+    document = json.loads(json.dumps(found.to_dict()))
+    assert document["batch"] == found.batch and document["compiles"] == found.compiles
+    assert f"largest batch: {found.batch}" in str(found)
+
+
+def test_max_batch_up_to_a_limit_and_errors(plain: CompileReport) -> None:
+    search_for = partial(remat.max_batch, make, device="cpu", remat_policy=Cuts())
+    found = search_for(memory="1GiB", low=32, high=70, multiple_of=32)
+    assert (found.batch, found.next_batch) == (64, None)
+    with pytest.raises(BudgetError, match="a batch of 64 does not fit"):
+        search_for(memory=plain.argument_bytes, low=64)
+    with pytest.raises(BudgetError, match="multiple_of between low and high"):
+        search_for(memory="1GiB", low=65, high=70, multiple_of=32)
+
+
+def test_a_fitted_step_is_the_fastest_that_fits() -> None:
+    knob = FakeKnob([100, 200, 900], 1.0, 0, FIXED + 250)
+
+    @dataclass
+    class Job:
+        options: Options
+        trials: list[Trial]
+        compiled: dict[int, None]
+
+    job = Job(options(FIXED + 250), [], {i: None for i in range(6)})
+    first = knob.trial(100)
+    timed: Any = FakeReport(roofline_seconds=1.0)
+    fast = replace(knob.trial(200), report=timed)
+    slow = replace(first, report=replace(timed, roofline_seconds=2.0))
+    top = replace(knob.trial(900), report=timed)
+    knob.made = {100: slow, 200: fast, 900: top}
+    job.trials = [slow, fast, top]
+    fitted = finish(job, knob, known=[slow])  # pyright: ignore[reportArgumentType]
+    assert fitted.chosen is fast
+    assert isinstance(fitted.plans, tuple) and not isinstance(fitted.plans, Plan)

@@ -1,0 +1,317 @@
+"""The memory model: what is a buffer, when it is alive, and what follows from it, exact to the byte."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from random_graphs import GraphBuilder, chain, graphs, laws
+
+import remat
+from models import mlp
+from remat.graph import Graph
+from remat.memory import buffers, peak_bytes, predict, predict_body
+from remat.plan import LoopPlan, Schedule, Step
+from remat.planning import make_plan
+from remat.policies import Full, SaveAll
+from remat.policies.base import required_saves
+from remat.schedule import build_schedule, no_remat_saved
+from remat.simulate import simulate
+
+HAS_GPU_COMPILER = any(
+    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")
+    for name in ("xla_cuda13", "xla_cuda12")
+)
+BIG = (1024, 1024)
+BIG_BYTES = 4 * 1024 * 1024
+
+
+def two_readers(name: str) -> Graph:
+    """`x -> name -> v`; `v` is read by two kernels of different phases: a product's operand and a gradient."""
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    start = builder.op("dot", [x], BIG)
+    value = builder.op(name, [start], BIG)
+    scaled = builder.op("add", [value, x], BIG)
+    y = builder.op("dot", [scaled], BIG)
+    ct = builder.cotangent(BIG)
+    back = builder.op("dot", [ct, y], BIG)
+    return builder.build([y], [builder.op("add", [value, back], BIG)])
+
+
+# --- what becomes a buffer ---------------------------------------------------------------------------
+
+
+def test_a_chain_of_fusible_operators_is_one_kernel() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    inner = builder.op("add", [builder.op("add", [x], BIG)], BIG)
+    y = builder.op("dot", [inner], BIG)
+    ct = builder.cotangent(BIG)
+    graph = builder.build([y], [builder.op("dot", [ct, inner], BIG)])
+    #  x, the first sum, the second (a dot reads it), y, the cotangent, the gradient
+    assert buffers(graph) == (BIG_BYTES, 0, BIG_BYTES, BIG_BYTES, BIG_BYTES, BIG_BYTES)
+    assert predict(graph).peak_bytes == BIG_BYTES
+
+
+@pytest.mark.parametrize("name, written", [("add", False), ("exp", False), ("tanh", True)])
+def test_what_two_kernels_read_is_written_once_if_it_is_dear_to_make(
+    name: str, written: bool
+) -> None:
+    graph = two_readers(name)
+    value = graph.ops[1].outputs[0]
+    assert buffers(graph)[value] == (BIG_BYTES if written else 0)
+
+
+def test_random_bits_are_not_drawn_twice() -> None:
+    graph = two_readers("bits")
+    assert buffers(graph)[graph.ops[1].outputs[0]] == BIG_BYTES
+
+
+def test_a_value_of_many_operands_is_written_once() -> None:
+    """A sum of five arrays, read by two kernels: reading it costs a fifth of reading them."""
+    builder = GraphBuilder()
+    parts = [builder.input(BIG) for _ in range(5)]
+    total = builder.op("add", parts, BIG)
+    y = builder.op("dot", [builder.op("add", [total, parts[0]], BIG)], BIG)
+    ct = builder.cotangent(BIG)
+    back = builder.op("dot", [ct, y], BIG)
+    graph = builder.build([y], [builder.op("add", [total, back], BIG)])
+    assert buffers(graph)[total] == BIG_BYTES
+    plain = two_readers("add")
+    assert buffers(plain)[plain.ops[1].outputs[0]] == 0
+
+
+def test_a_reduction_is_a_buffer_and_what_it_reads_is_not() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    square = builder.op("add", [x], BIG)
+    total = builder.op("sum", [square], (1024,))
+    y = builder.op("add", [total], (1024,))
+    ct = builder.cotangent((1024,))
+    graph = builder.build([y], [builder.op("add", [total, ct], (1024,))])
+    assert buffers(graph)[square] == 0
+    assert buffers(graph)[total] == 4 * 1024
+
+
+def test_independent_kernels_of_one_size_read_a_value_as_one() -> None:
+    """Two results of a dear value: one kernel makes the value once and writes both."""
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    ct = builder.cotangent(BIG)
+    dear = builder.op("tanh", [x], BIG)
+    first = builder.op("dot", [builder.op("add", [dear, ct], BIG)], BIG)
+    second = builder.op("dot", [builder.op("mul", [dear, ct], BIG)], BIG)
+    graph = builder.build([], [first, second])
+    assert buffers(graph)[dear] == 0
+    dependent = two_readers("tanh")  # here the second kernel waits for the first
+    assert buffers(dependent)[dependent.ops[1].outputs[0]] == BIG_BYTES
+
+
+def test_a_reshape_has_no_buffer_of_its_own_and_keeps_that_of_its_operand_alive() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    made = builder.op("dot", [x], BIG)
+    flat = builder.op("reshape", [made], (1024 * 1024,), kind="VIEW")
+    y = builder.op("dot", [flat], BIG)
+    ct = builder.cotangent(BIG)
+    graph = builder.build([y], [builder.op("dot", [ct, flat], BIG)])
+    assert buffers(graph)[made] == BIG_BYTES
+    assert buffers(graph)[flat] == 0
+    assert predict(graph).peak_bytes == BIG_BYTES
+
+
+# --- when it is alive --------------------------------------------------------------------------------
+
+
+def test_a_temporary_lies_in_a_result_that_is_not_there_yet() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    first = builder.op("dot", [x], BIG)
+    second = builder.op("dot", [first], BIG)
+    ct = builder.cotangent(BIG)
+    graph = builder.build([], [builder.op("dot", [second, ct], BIG)])
+    # `first` dies before the gradient is written and lies where it will be; `second` is read by it.
+    found = predict(graph)
+    assert found.peak_bytes == BIG_BYTES
+    assert [buffer.value for buffer in found.at_peak] == [second]
+    assert found.held_in_results_bytes == BIG_BYTES
+
+
+def test_an_element_wise_kernel_writes_into_an_operand_that_dies() -> None:
+    def graph(last: str) -> Graph:
+        builder = GraphBuilder()
+        x = builder.input(BIG)
+        a = builder.op("dot", [x], BIG)
+        b = builder.op(last, [a], BIG)
+        total = builder.op("argmax", [b], ())
+        ct = builder.cotangent(())
+        return builder.build([total], [builder.op("add", [total, ct], ())])
+
+    assert predict(graph("add")).peak_bytes == BIG_BYTES
+    assert predict(graph("dot")).peak_bytes == 2 * BIG_BYTES
+
+
+def test_a_repetition_behind_a_barrier_is_a_new_buffer_and_without_one_the_old() -> None:
+    graph = chain(2, BIG, fusible=False)
+    #  x=0 -> 1 -> 2; cotangent 3; 4 = 2 * ct; 5 = 1 * 4
+    again = (Step("compute", 0), Step("compute", 1), Step("turn"), Step("compute", 2))
+    tail = (Step("compute", 0), Step("compute", 3))
+    merged = predict(graph, Schedule((*again, *tail)))
+    tied = predict(graph, Schedule((*again, Step("barrier", values=(0, 4)), *tail)))
+    # Merged, the first value lives through; tied, it lives twice, but not while the cotangent is made.
+    assert merged.peak_bytes == 2 * BIG_BYTES
+    assert sum(buffer.again for buffer in tied.at_peak) == 1
+    assert sum(buffer.again for buffer in merged.at_peak) == 0
+
+
+def test_gradients_larger_than_what_they_are_made_from_come_last() -> None:
+    """A weight's gradient of 4 MiB from two arrays of 4 KiB: computed first, it would leave no place for `wide`."""
+    builder = GraphBuilder()
+    x = builder.input((1024,))
+    ct = builder.cotangent((1024,))
+    thin = builder.op("dot", [ct], (1024,))
+    weight = builder.op("dot", [thin, x], BIG)
+    wide = builder.op("dot", [thin], BIG)
+    other = builder.op("dot", [wide], (1024,))
+    graph = builder.build([], [weight, other])
+    assert predict(graph).peak_bytes < BIG_BYTES
+    assert simulate(graph, build_schedule(graph, ()), fused=False).peak_bytes > BIG_BYTES
+
+
+def test_what_is_alive_at_the_peak_is_listed_largest_first_and_is_not_less_than_the_peak() -> None:
+    graph = two_readers("tanh")
+    found = predict(graph)
+    sizes = [buffer.nbytes for buffer in found.at_peak]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) >= found.peak_bytes > 0
+    assert {buffer.op for buffer in found.at_peak} <= {"dot", "tanh", "add"}
+
+
+# --- laws --------------------------------------------------------------------------------------------
+
+
+@given(graph=graphs())
+@laws(30)
+def test_no_prediction_exceeds_what_an_unfused_run_in_either_order_would_hold(graph: Graph) -> None:
+    """All values at once are an upper bound; nothing is negative, and a prediction is repeatable."""
+    everything = sum(value.nbytes for value in graph.values)
+    for saved in (required_saves(graph, frozenset()), frozenset(no_remat_saved(graph))):
+        schedule = build_schedule(graph, saved)
+        found = predict(graph, schedule)
+        steps = sum(step.action in ("compute", "decode") for step in schedule.steps)
+        assert 0 <= found.peak_bytes <= everything * max(1, steps)
+        assert sum(buffer.nbytes for buffer in found.at_peak) >= found.peak_bytes
+        assert found == predict(graph, schedule)
+    assert 0 <= predict(graph).peak_bytes <= everything
+
+
+@given(graph=graphs())
+@laws(30)
+def test_a_buffer_has_the_bytes_of_its_value_or_none(graph: Graph) -> None:
+    found = buffers(graph)
+    for value, nbytes in zip(graph.values, found, strict=True):
+        assert nbytes in (0, value.nbytes)
+    for value in (*graph.inputs, *graph.cotangents, *graph.constants):
+        assert found[value] == graph.values[value].nbytes
+    for value in (*graph.gradients, *graph.outputs):
+        assert found[value] == graph.values[value].nbytes
+    read_by_others = {
+        v for op in graph.ops if not op.fusible and needed(graph, op.id) for v in op.inputs
+    }
+    assert all(found[value] == graph.values[value].nbytes for value in read_by_others)
+
+
+def needed(graph: Graph, op: int) -> bool:
+    """Whether a result depends on an operator; one without results has an effect and is needed."""
+    wanted = {*graph.outputs, *graph.gradients}
+    found: set[int] = set()
+    for other in reversed(graph.ops):
+        if not other.outputs or wanted.intersection(other.outputs):
+            found.add(other.id)
+            wanted.update(other.inputs)
+    return op in found
+
+
+@given(graph=graphs())
+@laws(30)
+def test_keeping_everything_in_order_without_barriers_is_at_most_one_unfused_run(
+    graph: Graph,
+) -> None:
+    """A compiler that merges and reuses never needs more than one that writes every value and frees it late."""
+    schedule = build_schedule(graph, frozenset(no_remat_saved(graph)), barriers=False)
+    unfused = sum(value.nbytes for value in graph.values if value.producer is not None)
+    packed = sum(value.nbytes for value in graph.values if value.dtype == "bool")
+    assert predict(graph, schedule).peak_bytes <= unfused + packed
+
+
+# --- loops -------------------------------------------------------------------------------------------
+
+
+def body() -> Graph:
+    """One iteration: carry `c -> dot -> tanh -> c`, and a weight `w` of which every iteration has its own."""
+    builder = GraphBuilder()
+    carry = builder.input(BIG)
+    weight = builder.input(BIG)
+    product = builder.op("dot", [carry, weight], BIG)
+    result = builder.op("tanh", [product], BIG)
+    ct = builder.cotangent(BIG)
+    inner = builder.op("mul", [result, ct], BIG)
+    back = builder.op("dot", [inner, weight], BIG)
+    own = builder.op("dot", [inner, carry], BIG)
+    graph = builder.build([result], [back, own])
+    return replace(graph, carried=(carry, result), multiplicity=10)
+
+
+def test_a_body_needs_slices_of_what_was_stacked_for_operators_that_do_not_fuse() -> None:
+    ahead, back = predict_body(body())
+    # The weight is sliced for the dot, the dot's result is overwritten by the tanh, which is the carry.
+    assert ahead.peak_bytes == 2 * BIG_BYTES
+    assert {buffer.label for buffer in back.at_peak if buffer.label.startswith("slice")}
+    assert peak_bytes(body()) == max(ahead.peak_bytes, back.peak_bytes)
+
+
+def test_a_loop_needs_its_stacks_and_the_working_memory_of_one_iteration() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def step(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(jnp.dot(c, w)), None
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=8)[0])
+
+    shapes = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
+    plan = remat.plan(loss, *shapes, remat_policy="full")
+    stack = 8 * 256 * 256 * 4
+    assert stack <= plan.peak_bytes <= stack + 6 * 256 * 256 * 4
+    assert plan.peak_bytes == predict(plan.graph, plan.schedule, loops=plan.loops).peak_bytes
+    assert plan.baseline_peak_bytes >= 2 * stack
+
+
+def test_a_loop_without_an_operator_in_the_graph_adds_nothing() -> None:
+    plan = make_plan(chain(3, BIG, fusible=False), SaveAll())
+    inner = make_plan(chain(2, BIG, fusible=False), Full())
+    assert plan.with_loops((LoopPlan("scan0", 4, inner),)).peak_bytes == plan.peak_bytes
+
+
+# --- scale and the compiler --------------------------------------------------------------------------
+
+
+def test_ten_thousand_operators_take_seconds_at_most() -> None:
+    graph = chain(5000, (8,), fusible=False)
+    assert predict(graph).peak_bytes >= 5000 * 8 * 4 - 64
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(not HAS_GPU_COMPILER, reason="XLA:GPU is not installed: jax-cuda13-plugin")
+@pytest.mark.parametrize("policy", ["save_all", "full", "min_cut"])
+def test_residual_layers_are_predicted_within_a_quarter_of_what_the_gpu_compiler_says(
+    policy: str,
+) -> None:
+    loss, args = mlp.residual_mlp(layers=6, width=512, hidden=1024, batch=2048)
+    plan = remat.plan(loss, *args, remat_policy=policy)
+    wrapped = remat.checkpoint(loss, remat_policy=plan)
+    report = remat.compile_report(jax.grad(wrapped), *args, device="h200")
+    assert plan.peak_bytes == pytest.approx(report.temp_bytes, rel=0.25)
