@@ -345,9 +345,7 @@ def run_model(
     done: list[Measured] = []
     for row in rows:
         wanted = Measured(model, "baseline", row.label, _code(device, planned=False))
-        done.append(
-            results.row(wanted, functools.partial(measure_baseline, model, row, device))
-        )
+        done.append(results.row(wanted, functools.partial(measure_baseline, model, row, device)))
         print(_line(done[-1]), flush=True)
     for kind, label, budget in _budgets(done, points):
         wanted = Measured(model, kind, label, _code(device, planned=True), budget)

@@ -2,7 +2,8 @@
 
 Griewank & Walther, "Algorithm 799: Revolve" (2000), for a number of snapshots; Beaumont, Eyraud-Dubois, Herrmann,
 Joly and Shilova, "Optimal checkpointing for heterogeneous chains" (2019), for bytes. The chain is found in the
-joint graph: places where a single value goes from one stretch of the forward pass to the next.
+joint graph: places where a single value goes from one stretch of the forward pass to the next. A program
+without such a place is one stage; use `ilp` there.
 
 Guarantee: with `snapshots`, the fewest forward steps for equal stages, t(l, s) = r l - C(s + r, r - 1); under a
 budget the cheapest persistent schedule of the chain (see `remat.policies._chains`, which lists the departures).
@@ -45,17 +46,11 @@ class Revolve:
             )
 
     def decide(self, graph: Graph) -> Decision:
-        """Returns the binomial schedule of the graph's chain.
-
-        Raises:
-            PolicyError: the graph is no chain of stages.
-        """
+        """Returns the binomial schedule of the graph's chain."""
         condensed = condense(graph, device=self.device)
-        if condensed.problem.turn == 0 or not len(condensed.problem):
-            return Decision(frozenset())
         chain = chain_of(condensed.problem)
         if chain is None:
-            raise _no_chain()
+            return self._one_stage(condensed)
         count = len(chain.segments)
         snapshots = max(1, (count - 1).bit_length()) if self.snapshots is None else self.snapshots
         pool = Pool(condensed.problem, 1 << 62)
@@ -66,29 +61,25 @@ class Revolve:
         """Returns the cheapest schedule of the graph's chain within a budget.
 
         Raises:
-            PolicyError: the graph is no chain of stages.
-            BudgetError: no schedule of the chain fits.
+            BudgetError: no schedule of the chain fits, or there is no chain and keeping everything does not.
         """
         condensed = condense(graph, device=self.device)
         pool = Pool(condensed.problem, budget_bytes)
         everything = pool.offer("keep all", condensed.problem.first_runs.tolist())
         if everything.replayed.peak_bytes > budget_bytes:
-            if chain_of(condensed.problem) is None:
-                raise _no_chain()
             plan = solve_chain(condensed.problem, budget_bytes)
             if plan is None:
                 raise infeasible(condensed, budget_bytes, pool.smallest, 0)
             pool.offer("dynamic program", plan.sequence)
         return self._decision(condensed, pool)
 
+    def _one_stage(self, condensed: Condensed) -> Decision:
+        """A program without a place to cut is a chain of one stage, which is kept."""
+        pool = Pool(condensed.problem, 1 << 62)
+        pool.offer("one stage: nowhere does a single value go forward", condensed.problem.first_runs)
+        return self._decision(condensed, pool)
+
     def _decision(self, condensed: Condensed, pool: Pool) -> Decision:
         assert pool.best is not None
         decision = decision_of(condensed, pool.best, 0.0, ())
         return Decision(decision.saved, "heuristic", None, decision.notes, decision.order)
-
-
-def _no_chain() -> PolicyError:
-    return PolicyError(
-        "policy 'revolve' needs a chain: a program in which, between two of its stages, one value goes "
-        "forward. This program has no such place. Try remat_policy='ilp' with a budget, or 'sublinear'."
-    )

@@ -476,14 +476,17 @@ def too_large(trials: Sequence[Trial], limit_bytes: int) -> BudgetError:
         "temporaries": report.temp_bytes,
     }
     advice = {
-        "arguments": "arguments dominate, which no plan changes: keep fewer or smaller ones (a smaller "
+        "arguments": "arguments dominate, which no plan changes: have fewer or smaller ones (a smaller "
         "optimizer state, bfloat16, sharding over devices)",
         "results": "results dominate, which no plan changes: donate the arguments they replace "
         "(donate_argnums)",
         "temporaries": "temporaries dominate: a smaller batch (remat.max_batch finds it), or wrap more of the "
         "step, best the whole loss: remat.checkpoint(loss, remat_policy='ilp')",
     }
-    dominant = max(parts, key=lambda name: parts[name])
+    fixed = {name: size for name, size in parts.items() if name != "temporaries"}
+    # Where these alone are too large, temporaries are not to blame, however large they are.
+    blamed = fixed if sum(fixed.values()) >= limit_bytes else parts
+    dominant = max(blamed, key=lambda name: blamed[name])
     return BudgetError(
         f"the step does not fit into {limit_bytes:,} bytes on {report.device}. The smallest that the "
         f"compiler confirmed is {best.total_bytes:,} bytes ({best.knob}; {len(trials)} compiled): "

@@ -330,10 +330,9 @@ def iter_pareto(
     free = plan_at(None)
     work = _Curve(free)
     if limits is None:
-        least = smallest_plan(lambda budget: work.plan(plan_at, budget), free.peak_bytes, say)
-        wanted = _geometric(
-            least.peak_bytes, max(free.baseline_peak_bytes, least.peak_bytes), points
-        )
+        smallest_plan(lambda budget: work.plan(plan_at, budget), free.peak_bytes, say)
+        low = min(plan.peak_bytes for plan in work.plans)
+        wanted = _geometric(low, max(free.baseline_peak_bytes, low), points)
     else:
         given = (limit_bytes(limit, free.baseline_peak_bytes) for limit in limits if limit)
         wanted = sorted({max(budget, 1) for budget in given})
@@ -370,8 +369,8 @@ class _Curve:
 
     def visit(self, plan_at: Callable[[int], Plan], budget: int) -> None:
         reason = ""
-        same = [p for p in self.plans if p.peak_bytes == budget and p is not self.free]
-        if not same:  # a plan whose peak is the budget was the answer to a smaller one
+        exact = any(plan.peak_bytes == budget for plan in self.plans)
+        if not exact:  # else there is a plan for it already: it made this the smallest budget
             try:
                 self.plan(plan_at, budget)
             except BudgetError as error:

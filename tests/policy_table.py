@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from remat.policies import Full, MinCut, Names, Policy, SaveAll
+from remat.policies import (
+    Auto,
+    Checkmate,
+    Full,
+    Ilp,
+    MinCut,
+    Names,
+    Policy,
+    Revolve,
+    SaveAll,
+    Sublinear,
+)
 
 __all__ = ["POLICY_TABLE", "PolicyRow", "cuts", "rows"]
 
@@ -47,6 +58,16 @@ POLICY_TABLE: tuple[PolicyRow, ...] = (
         "min_cut-roofline", "min_cut", lambda: MinCut(heavy="roofline", random="cheap"), exact=True
     ),
     PolicyRow("min_cut-batched", "min_cut", lambda: MinCut(heavy="batched"), exact=True),
+    PolicyRow("sublinear", "sublinear", Sublinear, label_free=False),
+    PolicyRow("sublinear-sqrt", "sublinear", lambda: Sublinear("sqrt"), label_free=False),
+    PolicyRow(
+        "sublinear-recursive", "sublinear", lambda: Sublinear("recursive", 1), label_free=False
+    ),
+    PolicyRow("sublinear-cheap", "sublinear", lambda: Sublinear("cheap"), label_free=False),
+    PolicyRow("revolve", "revolve", Revolve, label_free=False),
+    PolicyRow("checkmate", "checkmate", Checkmate, label_free=False),
+    PolicyRow("ilp", "ilp", Ilp, label_free=False),
+    PolicyRow("auto", "auto", Auto),
 )
 
 

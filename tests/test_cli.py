@@ -239,6 +239,114 @@ def test_interrupted_comparison_prints_what_it_has(
     assert document["interrupted"] is True and len(document["rows"]) == 1
 
 
+def test_pareto_prints_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    written, picture = tmp_path / "curve.json", tmp_path / "curve.png"
+    argv = ["pareto", TINY, "--policy", "min_cut", "--budgets", "0.5, 1.0,1GiB"]
+    assert main([*argv, "--json", str(written), "--plot", str(picture)]) == 0
+    out, _ = capsys.readouterr()
+    function, args = cases.residual_mlp_small()
+    curve = remat.pareto(function, *args, remat_policy="min_cut", budgets=[0.5, 1.0, "1GiB"])
+    assert out == str(curve) + "\n"
+    document = json.loads(written.read_text())
+    assert document == {"target": TINY, **json.loads(json.dumps(curve.to_dict()))}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+
+
+def test_pareto_options(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
+    argv = ["pareto", "mynet:case", "--policy", "min_cut", "--option", "memory_weight=0"]
+    assert main([*argv, "--argnums", "0,1", "--points", "2", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["wanted"] <= 2 and document["interrupted"] is False
+    assert "at least 2 points" in failed(capsys, *argv, "--points", "1")
+    assert "is not a size" in failed(capsys, *argv, "--budgets", "lots")
+    assert ".pdf" in failed(capsys, *argv, "--plot", "curve.pdf")
+    assert "did you mean 'min_cut'" in failed(capsys, "pareto", TINY, "--policy", "min_cat")
+
+
+def test_interrupted_pareto_prints_what_it_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["remat.pareto"]  # `remat.pareto` itself is the function
+    real = module.iter_pareto
+
+    def first_two(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for count, curve in enumerate(real(*args, **kwargs)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield curve
+
+    monkeypatch.setattr(module, "iter_pareto", first_two)
+    argv = ["pareto", TINY, "--policy", "min_cut", "--budgets", "0.8,0.9,1.0"]
+    assert main(argv) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted: 2 of 3 budgets were planned" in out
+    assert "remat: interrupted" in err
+
+
+def test_fit_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written, plan = tmp_path / "fit.json", tmp_path / "plan.json"
+    argv = ["fit", TINY, "--device", "cpu", "--policy", "min_cut", "--memory"]
+    assert main([*argv, "1GiB", "--json", str(written), "--save", str(plan)]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("fits: ") and " of 1.0 GiB on cpu" in out
+    document = json.loads(written.read_text())
+    assert document["target"] == TINY and document["memory_bytes"] == 2**30
+    assert document["plans"][0]["digest"] == Plan.from_json(plan).digest()
+    assert main([*argv, str(document["total_bytes"]), "--json", "-"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["total_bytes"] == document["total_bytes"] == again["memory_bytes"]
+
+
+def test_fit_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_SHOW_AFTER_SECONDS", 3600.0)
+    argv = ["fit", TINY, "--device", "cpu", "--policy", "min_cut"]
+    assert "does not fit into 1,000 bytes" in failed(capsys, *argv, "--memory", "1kB")
+    assert "is not a size" in failed(capsys, *argv, "--memory", "lots")
+    assert "at least 2" in failed(capsys, *argv, "--memory", "1GiB", "--max-compiles", "1")
+    assert "wrap the loss" in failed(capsys, *argv, "--memory", "1GiB", "--step")
+    assert "did you mean 'h200'" in failed(
+        capsys, "fit", TINY, "--memory", "1GiB", "--device", "h20"
+    )
+
+
+def test_fit_a_whole_step(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
+    code = """
+import remat
+step = jax.grad(lambda w, x: remat.checkpoint(loss)(w, x) + remat.checkpoint(lambda v: loss(v, x))(w))
+
+def training():
+    return step, (shape, shape)
+"""
+    (user_folder / "mynet.py").write_text(USER_CODE + code)
+    argv = ["fit", "mynet:training", "--step", "--memory", "1GiB", "--device", "cpu"]
+    argv += ["--donate", "0", "--policy", "min_cut"]
+    assert main([*argv, "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["report"]["alias_bytes"] == 8 * 8 * 4
+    assert len(document["plans"]) == 2
+    message = failed(capsys, *argv, "--save", "plan.json")
+    assert "2 wrapped functions" in message
+    assert not (user_folder / "plan.json").exists()
+
+
+def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from remat.plan_diff import diff
+
+    function, args = cases.residual_mlp_small()
+    plans = [remat.plan(function, *args, remat_policy=name) for name in ("full", "save_all")]
+    paths = [str(tmp_path / f"{plan.policy_name}.json") for plan in plans]
+    for plan, path in zip(plans, paths, strict=True):
+        plan.to_json(path)
+    assert main(["diff", *paths, "--top", "3"]) == 1
+    assert capsys.readouterr().out == diff(*map(Plan.from_json, paths)).format(3) + "\n"
+    assert main(["diff", paths[0], paths[0]]) == 0
+    capsys.readouterr()
+    assert "missing.json" in failed(capsys, "diff", paths[0], str(tmp_path / "missing.json"))
+
+
 def test_interrupted_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_what_fits_is_what_the_compiler_says(tight: Fitted, plain: CompileReport
     again = compiled_plainly(jax.grad(remat.checkpoint(LOSS, remat_policy=tight.plans[0])), *ARGS)
     assert again.total_bytes == tight.report.total_bytes
     assert 2 <= len(tight.history) <= 6
-    assert [trial.fits for trial in tight.history][0] is False
+    assert not tight.history[0].fits
     assert tight.chosen in tight.history and tight.chosen.report is tight.report
     assert tight.plans[0].recompute_flops > 0
     assert tight.budget_bytes is not None and tight.plans[0].peak_bytes <= tight.budget_bytes
@@ -143,8 +143,6 @@ def test_too_little_memory_says_what_is_the_least(plain: CompileReport) -> None:
     with pytest.raises(BudgetError) as caught:
         fit(STEP, *ARGS, memory=memory, device="cpu", remat_policy=Cuts())
     message = str(caught.value)
-    least = min((p for p in map(partial(remat.plan, LOSS, *ARGS), ()) if p), default=None)
-    assert least is None
     assert f"{memory:,} bytes" in message and "smallest that the compiler confirmed" in message
     assert f"arguments {plain.argument_bytes:,}" in message
     assert "dominate" in message
@@ -279,35 +277,53 @@ MENUS = Menus("h200")
 # --- whole training steps ----------------------------------------------------------------------------------
 
 
-def test_a_training_step_with_dropout_and_adam() -> None:
-    """Random masks are drawn again from the same keys: the fitted step trains exactly like the plain one."""
-    sizes: dict[str, Any] = {
-        "layers": 2, "batch": 2, "length": 16, "width": 16, "heads": 2, "dropout": 0.5,
-    }  # fmt: skip
-    loss, _ = gpt.blocks_scanned(**sizes)
-    params, x, key = gpt.init_args(**sizes)
-    optimizer = optax.adam(1e-2)
+OPTIMIZER = optax.adam(1e-2)
 
-    def train(loss: Callable[..., Any], params: Any, state: Any, x: Any, key: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda *args: loss(*args) ** 2)(params, x, key)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
 
-    args = (params, optimizer.init(params), x, key)
+def train(loss: Callable[..., Any], params: Any, state: Any, x: Any, key: Any) -> Any:
+    value, grads = jax.value_and_grad(loss)(params, x, key)
+    updates, state = OPTIMIZER.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def assert_trains_alike(loss: Callable[..., Any], share: float, params: Any, x: Any) -> None:
+    """Random masks are drawn again from the same keys: the fitted step trains like the plain one."""
+    args = (params, OPTIMIZER.init(params), x, jax.random.key(3))
     donated: dict[str, Any] = {"donate_argnums": (0, 1)}
     plain = compiled_plainly(partial(train, loss), *args, **donated)
     found = fit(
         partial(train, remat.checkpoint(loss)),
         *args,
-        memory=budget(0.6, plain),
+        memory=budget(share, plain),
         device="cpu",
         remat_policy="min_cut",
         **donated,
     )
-    assert found.total_bytes < plain.total_bytes and found.report.alias_bytes > 0
+    assert found.total_bytes <= budget(share, plain) and found.report.alias_bytes > 0
     want = jax.jit(partial(train, loss), compiler_options=compiler_options("cpu"))(*args)
     given_away = jax.tree.map(jnp.copy, args[:2])
-    assert equal(want, found(*given_away, x, key))
+    assert equal(want, found(*given_away, *args[2:]))
+
+
+def test_a_training_step_with_dropout_and_adam() -> None:
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        for index, weights in enumerate(params):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, index), 0.5, x.shape)
+            x = jnp.where(kept, jnp.tanh(x @ weights) * 2, 0.0) + x
+        return jnp.mean(jnp.square(x))
+
+    params = [0.1 * jax.random.normal(jax.random.key(i), (16, 16)) for i in range(3)]
+    assert_trains_alike(loss, 0.8, params, jnp.linspace(-1, 1, 128 * 16).reshape(128, 16))
+
+
+@pytest.mark.slow
+def test_a_gpt_trains_alike() -> None:
+    sizes: dict[str, Any] = {
+        "layers": 2, "batch": 2, "length": 16, "width": 16, "heads": 2, "dropout": 0.5,
+    }  # fmt: skip
+    loss, _ = gpt.blocks_scanned(**sizes)
+    params, x, _ = gpt.init_args(**sizes)
+    assert_trains_alike(lambda *args: loss(*args) ** 2, 0.6, params, x)
 
 
 def test_static_arguments_and_keyword_arguments() -> None:
@@ -541,10 +557,10 @@ def make(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def test_max_batch(plain: CompileReport) -> None:
     memory = budget(1.0, plain)
     found = remat.max_batch(
-        make, memory=memory, device="cpu", low=16, multiple_of=16, remat_policy=Cuts()
+        make, memory=memory, device="cpu", low=32, multiple_of=32, remat_policy=Cuts()
     )
-    assert found.batch % 16 == 0 and found.batch > ROWS
-    assert found.next_batch == found.batch + 16
+    assert found.batch % 32 == 0 and found.batch > ROWS
+    assert found.next_batch == found.batch + 32
     sizes = {trial.batch: trial for trial in found.history}
     assert sizes[found.batch].fits and not sizes[found.next_batch].fits
     assert found.fitted.total_bytes <= memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 import remat
 from models import cases
 from remat.compare import Row
+from remat.pareto import Pareto
 from remat.plan import Plan
-from remat.plot import PlotError, check_path, timeline, tradeoff
+from remat.plot import PlotError, check_path, pareto, timeline, tradeoff
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install remat[plot])")
 
@@ -84,6 +86,30 @@ def test_tradeoff_labels_every_policy_once(tmp_path: Path) -> None:
         assert lines.count(label) == 1
     assert "a model (1 failed or not compiled)" in lines
     assert {"remat", "jax.checkpoint", "no rematerialization"} <= set(lines)
+
+
+@pytest.fixture(scope="module")
+def curve() -> Pareto:
+    function, args = cases.residual_mlp_small()
+    least = remat.plan(function, *args)
+    return remat.pareto(function, *args, remat_policy="min_cut", budgets=[1, least.peak_bytes, 1.0])
+
+
+def test_pareto_png(curve: Pareto, tmp_path: Path) -> None:
+    pareto(curve, tmp_path / "curve.png")
+    assert_png(tmp_path / "curve.png")
+
+
+def test_pareto_svg_says_what_it_shows(curve: Pareto, tmp_path: Path) -> None:
+    pareto(curve, str(tmp_path / "curve.svg"), title="a model")
+    text = text_of_svg(tmp_path / "curve.svg")
+    for word in ("a model: min_cut down to", "no remat: ", "peak of temporaries", "repeated work"):
+        assert word in text
+
+
+def test_pareto_without_points(curve: Pareto, tmp_path: Path) -> None:
+    with pytest.raises(PlotError, match="nothing to draw"):
+        pareto(replace(curve, points=()), tmp_path / "empty.png")
 
 
 def test_tradeoff_without_numbers(tmp_path: Path) -> None:
