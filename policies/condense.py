@@ -105,7 +105,10 @@ class Condensed:
                     kept.add(read)
             if not first:
                 made_again.add(node)
-        return frozenset(v for node in kept for v in self.values_of[node])
+        forward_gradients = {
+            v for v in self.graph.gradients if self.node_of.get(v, self.problem.turn) < self.problem.turn
+        }
+        return forward_gradients | {v for node in kept for v in self.values_of[node]}
 
 
 def condense(

@@ -287,8 +287,9 @@ PLANNED = Solved("m", "ilp", 0.5, 9, 99, 1.0, 100, "planned", 0.10, 0.05, 90, 10
 
 
 def test_a_gap_of_five_per_cent_in_sixty_seconds_is_allowed() -> None:
-    exact = dataclasses.replace(PLANNED, extra=0.05, bound=0.0, wall_seconds=60.0)
-    assert planners.problems_of([PLANNED, exact]) == []
+    exact = dataclasses.replace(PLANNED, extra=0.5, bound=0.5, wall_seconds=90.0, cpu_seconds=60.0)
+    edge = dataclasses.replace(PLANNED, extra=0.0499, bound=0.0)
+    assert planners.problems_of([PLANNED, exact, edge]) == []
     assert PLANNED.gap(0.05) == pytest.approx(1.10 / 1.05 - 1)
 
 
@@ -297,10 +298,13 @@ def test_a_gap_of_five_per_cent_in_sixty_seconds_is_allowed() -> None:
     [
         ({"extra": 0.2}, "m at 0.5: 14.29% above the bound, 5% is allowed"),
         ({"bound": None}, "m at 0.5: no bound, 5% is allowed"),
-        ({"wall_seconds": 60.1}, "m at 0.5: 60.1 s (9.0 s of CPU), 60 s are allowed"),
         (
-            {"wall_seconds": 30.1, "model": "gpt_48"},
-            "gpt_48 at 0.5: 30.1 s (9.0 s of CPU), 30 s are allowed",
+            {"wall_seconds": 61.0, "cpu_seconds": 60.1},
+            "m at 0.5: 60.1 s, 60 s are allowed",
+        ),
+        (
+            {"wall_seconds": 30.1, "cpu_seconds": 99.0, "model": "gpt_48"},
+            "gpt_48 at 0.5: 30.1 s, 30 s are allowed",
         ),
         ({"outcome": "none found"}, "m at 0.5: no plan, though none is proven to be impossible"),
         (
@@ -331,7 +335,9 @@ def test_planners_on_a_small_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") == 2 + len(rows)
     assert planners.problems_of(rows) == []
     _, ilp, sublinear, *whole = rows
-    assert ilp.bound is not None and 0 < ilp.bound <= ilp.extra <= sublinear.extra
+    assert (
+        ilp.bound is not None and 0 < ilp.bound <= ilp.extra + 1e-4 and ilp.extra <= sublinear.extra
+    )
     assert all(row.peak_bytes <= row.budget_bytes for row in rows[1:])
     assert [row.extra for row in whole] == [0.0, 0.0]
 
@@ -479,4 +485,5 @@ def test_buffers_grow_with_the_square_root_or_the_logarithm_of_the_depth() -> No
 )
 def test_the_compiler_takes_what_the_buffers_take(layers: int, policy: str, temp_mib: int) -> None:
     row = depth.measure(layers, policy, DEVICE)
-    assert row.temp_bytes == row.node_peak_bytes == temp_mib * MIB
+    assert row.node_peak_bytes == temp_mib * MIB
+    assert 0 <= row.temp_bytes - row.node_peak_bytes < 2**14  # XLA adds the losses and small tables

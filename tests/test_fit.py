@@ -602,3 +602,22 @@ def test_a_fitted_step_is_the_fastest_that_fits() -> None:
     fitted = finish(job, knob, known=[slow])  # pyright: ignore[reportArgumentType]
     assert fitted.chosen is fast
     assert isinstance(fitted.plans, tuple) and not isinstance(fitted.plans, Plan)
+
+
+# --- the benchmark -----------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_confirms_what_it_prints() -> None:
+    from benchmarks.fit import problems, run_model
+
+    rows = run_model(
+        "residual_mlp", device="cpu", policy="min_cut", small=True, shares=(1.0, 0.01), confirm=True
+    )
+    assert [row.share for row in rows] == [None, 1.0, 0.01]
+    assert rows[1].confirmed_bytes == rows[1].total_bytes is not None
+    assert rows[1].error is None and rows[2].total_bytes is None and rows[2].error is not None
+    assert problems(rows) == []
+    assert rows[1].memory_bytes is not None
+    wrong = replace(rows[1], total_bytes=rows[1].memory_bytes + 1, confirmed_bytes=None, compiles=7)
+    assert len(problems([wrong])) == 2
+    assert len(problems([replace(rows[1], confirmed_bytes=1)])) == 1
