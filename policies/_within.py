@@ -118,6 +118,7 @@ def decision_of(
         certificate=Certificate(kind, total, least),
         notes=(f"start: {found.label}", *notes),
         order=condensed.backward_order(found.sequence) if savable else None,
+        buffer_peak_bytes=found.replayed.peak_bytes if savable else None,
     )
 
 

@@ -22,6 +22,7 @@ class Decision:
         notes: what the reader of the plan should know.
         order: the backward pass as operator ids, forward operators where they run again included (see
             `remat.schedule.build_schedule`); None repeats them when the backward pass first needs them.
+        buffer_peak_bytes: peak of the buffers as the policy counted them, None if it did not.
     """
 
     saved: frozenset[int]
@@ -29,6 +30,7 @@ class Decision:
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
     order: tuple[int, ...] | None = None
+    buffer_peak_bytes: int | None = None
 
 
 @runtime_checkable

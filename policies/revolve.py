@@ -12,7 +12,7 @@ Complexity: O(stages^3 * 500) vectorised additions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from remat.errors import PolicyError
@@ -76,10 +76,12 @@ class Revolve:
     def _one_stage(self, condensed: Condensed) -> Decision:
         """A program without a place to cut is a chain of one stage, which is kept."""
         pool = Pool(condensed.problem, 1 << 62)
-        pool.offer("one stage: nowhere does a single value go forward", condensed.problem.first_runs)
+        pool.offer(
+            "one stage: nowhere does a single value go forward", condensed.problem.first_runs
+        )
         return self._decision(condensed, pool)
 
     def _decision(self, condensed: Condensed, pool: Pool) -> Decision:
         assert pool.best is not None
         decision = decision_of(condensed, pool.best, 0.0, ())
-        return Decision(decision.saved, "heuristic", None, decision.notes, decision.order)
+        return replace(decision, status="heuristic", certificate=None)

@@ -17,7 +17,7 @@ in `remat.policies._segments`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from remat.errors import PolicyError
@@ -109,4 +109,4 @@ class Sublinear:
 
 def _heuristic(decision: Decision) -> Decision:
     """Chen's plans carry no bound."""
-    return Decision(decision.saved, "heuristic", None, decision.notes, decision.order)
+    return replace(decision, status="heuristic", certificate=None)

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from remat.devices import get_device
 from remat.errors import BudgetError
 from remat.graph import Graph
 from remat.memory import peak_bytes
-from remat.plan import LoopPlan, Plan
+from remat.plan import LoopPlan, Plan, stored_bytes
 from remat.planning import make_plan, plan_from_saved
 from remat.policies import Full, MinCut, Policy
 from remat.policies._segments import sequence_of_saved
-from remat.policies.base import BudgetPolicy, describe_options
+from remat.policies.base import BudgetPolicy, Decision, describe_options, required_saves
 from remat.policies.condense import Condensed, condense
 from remat.policies.problem import replay
 
@@ -43,6 +43,8 @@ __all__ = [
 Limit = int | float
 
 _ATTEMPTS = 5
+# The prediction's median error: plans leave so much of the budget, if there is one that does.
+_MARGIN = 0.03
 # A plan whose prediction uses less than this share of the budget is asked for again with more.
 _SLACK = 0.05
 # A request that the policy cannot meet is raised by this factor: buffers may count for more than they take.
@@ -50,7 +52,7 @@ _STEP = 1.1
 _ROUNDS = 6
 _FEW_COMBINATIONS = 4096
 # An option that takes more memory has to be at least this much faster.
-_WORTHWHILE = 0.98
+_WORTHWHILE = 0.97
 
 
 def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
@@ -75,7 +77,9 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
         hold(plan, budget_bytes)
         return replace(plan, budget_bytes=budget_bytes)
     offered = _Offers(graph, policy, budget_bytes, barriers)
-    offered.run()
+    offered.run(int((1 - _MARGIN) * budget_bytes))
+    if offered.best is None:  # nothing leaves the margin
+        offered.run(budget_bytes)
     if offered.best is None:
         if offered.smallest is None:
             assert offered.error is not None
@@ -103,22 +107,22 @@ class _Offers:
         self.smallest: Plan | None = None
         self.error: BudgetError | None = None
 
-    def run(self) -> None:
-        """Fills `best`, `smallest` and `error`."""
-        target, low, high = self.budget_bytes, 0, math.inf
+    def run(self, aim_bytes: int) -> None:
+        """Fills `best`, `smallest` and `error`; `aim_bytes` is what the prediction should come close to."""
+        target, low, high = aim_bytes, 0, math.inf
         for _ in range(_ATTEMPTS):
             try:
-                plan = self._ask(target)
+                plan = self._ask(target, aim_bytes)
             except BudgetError as error:
                 self.error = self.error or error
                 low = max(low, target + 1)
                 target = round(target * _STEP)
             else:
-                over = plan.peak_bytes - self.budget_bytes
+                over = plan.peak_bytes - aim_bytes
                 if over > 0:
                     high = min(high, target)
-                    target = min(target - over, int(target * self.budget_bytes / plan.peak_bytes))
-                elif -over > _SLACK * self.budget_bytes and plan.recompute_flops > 0:
+                    target = min(target - over, int(target * aim_bytes / plan.peak_bytes))
+                elif -over > _SLACK * aim_bytes and plan.recompute_flops > 0:
                     low = max(low, target)
                     target -= over
                 else:
@@ -126,7 +130,7 @@ class _Offers:
             if not low < target < high:
                 return
 
-    def _ask(self, target: int) -> Plan:
+    def _ask(self, target: int, aim_bytes: int) -> Plan:
         plan = plan_from_saved(
             self.graph,
             self.policy.decide_within(self.graph, target),
@@ -135,7 +139,7 @@ class _Offers:
             barriers=self.barriers,
             device=getattr(self.policy, "device", "h200"),
         )
-        if plan.peak_bytes <= self.budget_bytes:
+        if plan.peak_bytes <= aim_bytes:
             if self.best is None or _program_cost(plan) < _program_cost(self.best):
                 self.best = plan
         elif self.smallest is None or plan.peak_bytes < self.smallest.peak_bytes:
@@ -183,7 +187,8 @@ class BodyOption:
 def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
     """Returns plans of a loop's body, the least memory first; each costs less time than the one before.
 
-    They are minimum cuts at several prices of memory, with and without recomputing matmuls and random bits.
+    They are minimum cuts at several prices of memory, with and without recomputing matmuls and random bits, and
+    what is left of these as one value after the other is dropped.
     """
     policies: list[Policy] = [Full()]
     for random in ("ban", "cheap"):
@@ -195,33 +200,65 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
             MinCut(memory_weight=weight, heavy="roofline", random=random, device=device)
             for weight in (0.25, 1, 3, 8, 20, 60, 1000)
         ]
-    found: dict[tuple[int, ...], BodyOption] = {}
-    condensed = condense(graph, device=device)
-    varying = _varying(graph)
+    prices = _Prices(condense(graph, device=device), device)
+    found = {}
     for policy in policies:
-        plan = make_plan(graph, policy, barriers=False)
-        if plan.saved_values not in found:
-            found[plan.saved_values] = _option(plan, condensed, varying)
+        decision = policy.decide(graph)
+        found[decision.saved] = (prices(decision.saved), policy)
+    for saved, (price, policy) in list(found.items()):
+        for less in prices.dropping(saved, price):
+            found.setdefault(less, (prices(less), policy))
     best: list[BodyOption] = []
-    for option in sorted(found.values(), key=lambda o: (o.saved_bytes, o.seconds)):
-        if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
-            best.append(option)
+    for saved, ((saved_bytes, seconds), policy) in sorted(found.items(), key=lambda x: x[1][0]):
+        if not best or seconds < _WORTHWHILE * best[-1].seconds:
+            plan = plan_from_saved(
+                graph,
+                Decision(saved),
+                policy_name=policy.name,
+                options=describe_options(policy),
+                barriers=False,
+                device=device,
+            )
+            best.append(BodyOption(plan, seconds, saved_bytes))
     return best
 
 
-def _option(plan: Plan, condensed: Condensed, varying: frozenset[int]) -> BodyOption:
-    """Prices a body's plan: kernels that run again, and the bytes kept, written once and read once."""
-    graph, problem = condensed.graph, condensed.problem
-    kept = [
-        entry
-        for entry in plan.saved
-        if entry.value in varying and entry.value not in graph.alive_anyway
-    ]
-    saved_bytes = sum(entry.nbytes for entry in kept)
-    nodes = {condensed.node_of[v] for v in plan.saved_values if v in condensed.node_of}
-    sequence = sequence_of_saved(problem, {n for n in nodes if n < problem.turn})
-    moved = 2 * saved_bytes / get_device(plan.device).memory_bytes_per_second
-    return BodyOption(plan, replay(problem, sequence).extra_cost + moved, saved_bytes)
+class _Prices:
+    """Prices what a loop's body keeps: bytes per iteration, and seconds of recomputation and of traffic."""
+
+    def __init__(self, condensed: Condensed, device: str) -> None:
+        self.condensed = condensed
+        self.varying = _varying(condensed.graph) - condensed.graph.alive_anyway
+        self.bandwidth = get_device(device).memory_bytes_per_second
+
+    def __call__(self, saved: frozenset[int]) -> tuple[int, float]:
+        """Kernels that run again, and the bytes kept, written once and read once."""
+        graph, problem = self.condensed.graph, self.condensed.problem
+        nodes = {self.condensed.node_of[v] for v in saved if v in self.condensed.node_of}
+        sequence = sequence_of_saved(problem, {n for n in nodes if n < problem.turn})
+        saved_bytes = sum(stored_bytes(graph.values[v]) for v in saved & self.varying)
+        moved = 2 * saved_bytes / self.bandwidth
+        return saved_bytes, replay(problem, sequence).extra_cost + moved
+
+    def dropping(self, saved: frozenset[int], price: tuple[int, float]) -> Iterator[frozenset[int]]:
+        """Drops one kept value after the other, each time the one with the most bytes per second."""
+        graph = self.condensed.graph
+        while True:
+            best: tuple[float, int, frozenset[int]] | None = None
+            for value in sorted(saved & self.varying):
+                producer = graph.values[value].producer
+                if producer is None or not graph.ops[producer].recomputable:
+                    continue
+                less = required_saves(graph, saved - {value})
+                saved_bytes, seconds = self(less)
+                if saved_bytes < price[0]:
+                    rate = (seconds - price[1]) / (price[0] - saved_bytes)
+                    best = min(best or (math.inf, 0, less), (rate, value, less))
+            if best is None:
+                return
+            saved = best[2]
+            price = self(saved)
+            yield saved
 
 
 def _varying(graph: Graph) -> frozenset[int]:
@@ -309,7 +346,12 @@ class BudgetSession:
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
         if self.within is not None:
-            return plan_within(graph, self.policy, self.within, barriers=barriers)
+            assert self.least is not None
+            try:
+                return plan_within(graph, self.policy, self.within, barriers=barriers)
+            except BudgetError as error:
+                limit = limit_bytes(self.limit, self.least.baseline_peak_bytes)
+                raise too_small(self.least, limit) from error
         if not self.bodies:
             limit = limit_bytes(self.limit, peak_bytes(graph))
             return plan_within(graph, self.policy, limit, barriers=barriers)

@@ -34,6 +34,7 @@ _TOLERANCE = 0.05  # of the memory: what may be left unused before another compi
 _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
 _NEAR = 0.25  # of the temporaries: how far too large the least plans may be for others to be tried
 _STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
+_INFINITE = float("inf")
 _HOW_TO_WRAP = (
     "wrap the loss, or the blocks of the network, with a policy of remat's own: "
     "loss = remat.checkpoint(loss, remat_policy='ilp'), and call jax.grad(loss) in the step"
@@ -239,6 +240,10 @@ class Knob(Protocol):
         """Compiles the plans with the least memory."""
         ...
 
+    def another(self) -> Trial | None:
+        """Compiles plans of another kind that take little memory, for when the least do not fit."""
+        ...
+
     def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
         """Compiles plans predicted at about `target_bytes`, between two trials; None if there are none."""
         ...
@@ -282,6 +287,10 @@ class _BudgetKnob:
             self._least = self._trial(self._within(plan.budget_bytes or plan.peak_bytes))
         return self._least
 
+    def another(self) -> Trial | None:
+        """A minimum cut: predicted to take more, it is simpler, and the compiler may make less of it."""
+        return self._trial(_PriceKnob(self.job).setting(_INFINITE))
+
     def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
         del low, high  # a plan is asked for at the very place
         try:
@@ -300,9 +309,6 @@ class _BudgetKnob:
         return self.job.trial(setting, lambda uses: uses[0].plan.peak_bytes)
 
 
-_INFINITE = float("inf")
-
-
 class _PriceKnob:
     """The price of a kept byte, common to all wrapped functions."""
 
@@ -315,6 +321,9 @@ class _PriceKnob:
 
     def least(self) -> Trial:
         return self._trial(_INFINITE)
+
+    def another(self) -> Trial | None:
+        return None
 
     def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
         floor = self._kept(_INFINITE if low is None else self._prices[id(low)])
@@ -397,8 +406,8 @@ def search(
         low = max((t for t in trials if t.fits), key=lambda t: t.predicted_bytes, default=None)
         fails = [t for t in trials if not t.fits]
         if low is None and least is not None:
-            found = _between(knob, trials, least, limit_bytes)
-            if found is None:
+            found = _between(knob, trials, least, limit_bytes) or knob.another()
+            if found is None or _is_among(found, trials):
                 break
             trials.append(found)
             continue

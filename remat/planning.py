@@ -8,7 +8,7 @@ from collections import Counter
 from remat.cost import op_seconds
 from remat.devices import get_device
 from remat.graph import Graph
-from remat.memory import peak_bytes
+from remat.memory import peak_bytes, predict
 from remat.plan import Plan, Recomputed, Saved, Schedule, form_of, stored_bytes
 from remat.policies.base import Decision, Policy, describe_options
 from remat.schedule import build_schedule, no_remat_saved
@@ -65,7 +65,7 @@ def plan_from_saved(
         saved=_saved(graph, read_back),
         recomputed=recomputed,
         saved_bytes=_kept_bytes(graph, read_back),
-        peak_bytes=peak_bytes(graph, schedule),
+        peak_bytes=_peak_bytes(graph, schedule, decision),
         recompute_flops=replay.recompute_flops,
         recompute_seconds=sum(
             entry.times * op_seconds(graph, graph.ops[entry.op], chip) for entry in recomputed
@@ -80,6 +80,16 @@ def plan_from_saved(
         device=device,
         solve_seconds=time.perf_counter() - start,
     )
+
+
+def _peak_bytes(graph: Graph, schedule: Schedule, decision: Decision) -> int:
+    """The predicted peak, or the policy's own count of its buffers where that is higher.
+
+    The count knows nothing of temporaries that XLA places in results not written yet.
+    """
+    prediction = predict(graph, schedule)
+    counted = decision.buffer_peak_bytes or 0
+    return max(prediction.peak_bytes, counted - prediction.held_in_results_bytes)
 
 
 def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[int]:

@@ -447,6 +447,9 @@ class FakeKnob:
     def least(self) -> Trial:
         return self.trial(self.predictions[0])
 
+    def another(self) -> Trial | None:
+        return None
+
     def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
         under = [p for p in self.predictions if p <= target_bytes]
         return self.trial(under[-1]) if under else self.least()
@@ -500,6 +503,20 @@ def test_other_plans_are_tried_where_the_least_are_not_the_smallest() -> None:
     knob = Odd([100, 400, 1000], 1.0, 0, FIXED + 850)
     trials = search(knob, options(FIXED + 850), lambda: len(knob.made))
     assert [trial.predicted_bytes for trial in trials if trial.fits] == [400]
+
+
+def test_plans_of_another_kind_are_the_last_resort() -> None:
+    class TwoKinds(FakeKnob):
+        def another(self) -> Trial | None:
+            return self.trial(150)
+
+        def total(self, predicted: int) -> int:
+            return FIXED + {100: 900, 150: 500, 1000: 2000}[predicted]
+
+    knob = TwoKinds([100, 1000], 1.0, 0, FIXED + 600)
+    trials = search(knob, options(FIXED + 600), lambda: len(knob.made))
+    assert [trial.predicted_bytes for trial in trials] == [1000, 100, 150]
+    assert [trial.fits for trial in trials] == [False, False, True]
 
 
 # --- the largest batch -------------------------------------------------------------------------------------
