@@ -183,6 +183,11 @@ class BodyOption:
     seconds: float
     saved_bytes: int
 
+    @property
+    def total_bytes(self) -> int:
+        """What all iterations keep, and what one of them needs beside it."""
+        return self.plan.graph.multiplicity * self.saved_bytes + self.plan.peak_bytes
+
 
 def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
     """Returns plans of a loop's body, the least memory first; each costs less time than the one before.
@@ -208,18 +213,23 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
     for saved, (price, policy) in list(found.items()):
         for less in prices.dropping(saved, price):
             found.setdefault(less, (prices(less), policy))
+    options = []
+    for saved, ((saved_bytes, seconds), policy) in found.items():
+        if any(x <= 0.9 * saved_bytes and y <= seconds for (x, y), _ in found.values()):
+            continue  # another one keeps much less and is faster
+        plan = plan_from_saved(
+            graph,
+            Decision(saved),
+            policy_name=policy.name,
+            options=describe_options(policy),
+            barriers=False,
+            device=device,
+        )
+        options.append(BodyOption(plan, seconds, saved_bytes))
     best: list[BodyOption] = []
-    for saved, ((saved_bytes, seconds), policy) in sorted(found.items(), key=lambda x: x[1][0]):
-        if not best or seconds < _WORTHWHILE * best[-1].seconds:
-            plan = plan_from_saved(
-                graph,
-                Decision(saved),
-                policy_name=policy.name,
-                options=describe_options(policy),
-                barriers=False,
-                device=device,
-            )
-            best.append(BodyOption(plan, seconds, saved_bytes))
+    for option in sorted(options, key=lambda o: (o.total_bytes, o.seconds)):
+        if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
+            best.append(option)
     return best
 
 
@@ -330,6 +340,8 @@ class BudgetSession:
         self.within: int | None = None  # bytes for what is outside of loops, None for no limit
         self.least: Plan | None = None  # of the first round
         self.excluded: set[tuple[int, ...]] = set()
+        self.fitting: tuple[int, ...] | None = None  # the last choice whose prediction fits
+        self.correction = 0
 
     def begin(self) -> BudgetSession:
         """Returns itself: a session is used once."""
@@ -378,22 +390,41 @@ class BudgetSession:
             if self.within <= 0:
                 raise too_small(plan, limit)
             return True
+        choice = self._choice()
         if fits:
-            return False
-        self.excluded.add(tuple(body.chosen for body in self.bodies.values()))
+            self.fitting = choice
+        else:
+            self.excluded.add(choice)
+        # The estimate adds what the options keep to a peak that may lie elsewhere: learn by how much it is off.
+        self.correction = plan.peak_bytes - self._estimate(choice)
         return self._choose(limit)
+
+    def _choice(self) -> tuple[int, ...]:
+        return tuple(body.chosen for body in self.bodies.values())
+
+    def _menus(self) -> tuple[list[list[BodyOption]], list[int]]:
+        assert self.least is not None
+        lengths = {x.path: x.length for x in self.least.loops}
+        return [b.options for b in self.bodies.values()], [lengths.get(p, 0) for p in self.bodies]
+
+    def _estimate(self, choice: tuple[int, ...]) -> int:
+        assert self.least is not None
+        return self.least.peak_bytes + _above_least(*self._menus(), choice)
 
     def _choose(self, limit: int) -> bool:
         """Takes the fastest options that should fit; False if they are those already taken."""
         assert self.least is not None
-        before = tuple(body.chosen for body in self.bodies.values())
-        menus = [body.options for body in self.bodies.values()]
-        lengths = {x.path: x.length for x in self.least.loops}
-        trips = [lengths.get(path, 0) for path in self.bodies]
-        slack = limit - self.least.peak_bytes
-        if self.rounds >= _ROUNDS:
-            slack = 0  # back to the least, which fits
-        chosen = choose_options(menus, trips, slack, self.excluded)
+        before = self._choice()
+        menus, trips = self._menus()
+        if self.rounds < _ROUNDS:
+            slack = limit - self.least.peak_bytes - self.correction
+            chosen = choose_options(menus, trips, slack, self.excluded)
+        else:
+            chosen = tuple(0 for _ in menus)
+        if self.fitting is not None and _seconds(menus, trips, self.fitting) <= _seconds(
+            menus, trips, chosen
+        ):
+            chosen = self.fitting
         for body, index in zip(self.bodies.values(), chosen, strict=True):
             body.chosen = index
         return chosen != before
@@ -430,28 +461,18 @@ def choose_options(
         excluded: choices not to make.
     """
 
-    def kept(loop: int, option: BodyOption) -> int:
-        return trips[loop] * (option.saved_bytes - menus[loop][0].saved_bytes)
-
     if math.prod(len(menu) for menu in menus) <= _FEW_COMBINATIONS:
-        least_working = max((menu[0].plan.peak_bytes for menu in menus), default=0)
         best = (math.inf, tuple(0 for _ in menus))
         for choice in itertools.product(*(range(len(menu)) for menu in menus)):
-            if choice in excluded:
-                continue
-            options = [menu[index] for menu, index in zip(menus, choice, strict=True)]
-            working = max((option.plan.peak_bytes for option in options), default=0)
-            used = sum(kept(loop, option) for loop, option in enumerate(options))
-            seconds = sum(n * option.seconds for n, option in zip(trips, options, strict=True))
-            if used + max(0, working - least_working) <= slack_bytes:
-                best = min(best, (seconds, choice))
+            if choice not in excluded and _above_least(menus, trips, choice) <= slack_bytes:
+                best = min(best, (_seconds(menus, trips, choice), choice))
         return best[1]
     front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
     for loop, menu in enumerate(menus):
         grown = [
             (
                 used
-                + kept(loop, option)
+                + trips[loop] * (option.saved_bytes - menu[0].saved_bytes)
                 + max(0, option.plan.peak_bytes - menu[0].plan.peak_bytes),
                 seconds + trips[loop] * option.seconds,
                 (*choice, index),
@@ -467,3 +488,23 @@ def choose_options(
             return tuple(0 for _ in menus)
     allowed = [entry[2] for entry in front if entry[2] not in excluded]
     return allowed[-1] if allowed else tuple(0 for _ in menus)
+
+
+def _above_least(
+    menus: Sequence[Sequence[BodyOption]], trips: Sequence[int], choice: Sequence[int]
+) -> int:
+    """Bytes that a choice takes above the first options."""
+    options = [menu[index] for menu, index in zip(menus, choice, strict=True)]
+    least = [menu[0] for menu in menus]
+    kept = sum(
+        n * (option.saved_bytes - first.saved_bytes)
+        for n, option, first in zip(trips, options, least, strict=True)
+    )
+    working = max((option.plan.peak_bytes for option in options), default=0)
+    return kept + max(0, working - max((first.plan.peak_bytes for first in least), default=0))
+
+
+def _seconds(
+    menus: Sequence[Sequence[BodyOption]], trips: Sequence[int], choice: Sequence[int]
+) -> float:
+    return sum(n * menu[index].seconds for n, menu, index in zip(trips, menus, choice, strict=True))

@@ -1034,10 +1034,20 @@ def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
 
 
 def _overwritten(program: _Program, ranges: list[_Range]) -> list[tuple[int, int]]:
-    """Where a kernel writes into an operand that dies there: position and bytes counted twice."""
+    """Where a kernel writes into an operand that dies there: position and bytes counted twice.
+
+    XLA lets a kernel do so only if the kernel itself that made the operand is what it reads: not through a barrier.
+    """
+    tied = {
+        program.instances[index].root
+        for node in program.nodes
+        if node.kind == "barrier"
+        for index in node.ins
+    }
     dying: dict[tuple[int, int], int] = {}
     for found in ranges:
-        dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
+        if found.index not in tied:
+            dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
     twice: list[tuple[int, int]] = []
     for found in ranges:
         producer = program.instances[found.index].producer
@@ -1045,8 +1055,8 @@ def _overwritten(program: _Program, ranges: list[_Range]) -> list[tuple[int, int
         if node is None or not (node.name in _IN_PLACE or (node.fusible and not node.reduces)):
             continue
         key = (found.start, found.nbytes)
-        others = dying.get(key, 0) - (found.end == found.start)
-        if others > 0:
+        own = found.end == found.start and found.index not in tied
+        if dying.get(key, 0) > own:
             dying[key] -= 1
             twice.append(key)
     return twice

@@ -42,7 +42,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 MIB = 2**20
 BLOCKS: dict[str, Any] = {"layers": 4, "batch": 2, "length": 8, "width": 16, "heads": 2}
 LSTM_MICRO = lstm.LSTMConfig(vocab_size=64, width=8, dropout=0.1)
-RESNET_MICRO = resnet.ResNetConfig(stages=(1, 2), block="bottleneck", filters=4, classes=10)
+RESNET_MICRO = resnet.ResNetConfig(stages=(1, 2), block="basic", filters=2, classes=4)
 
 
 # --- segments of the models
@@ -70,10 +70,10 @@ def _checkpoints(row: Row) -> int:
 @pytest.mark.parametrize(
     ("make", "segment", "regions"),
     [
-        (lambda **more: gpt.blocks_scanned(**BLOCKS, dropout=0.1, **more), 2, 1),
-        (lambda **more: gpt.blocks_unrolled(**BLOCKS, dropout=0.1, **more), 3, 2),
+        (lambda **more: gpt.blocks_scanned(**BLOCKS, **more), 2, 1),
+        (lambda **more: gpt.blocks_unrolled(**{**BLOCKS, "layers": 3}, **more), 2, 2),
         (lambda **more: lstm.lstm_loss(LSTM_MICRO, 2, 8, **more), 4, 2),
-        (lambda **more: resnet.resnet_scalar_loss(RESNET_MICRO, 2, 16, **more), 2, 2),
+        (lambda **more: resnet.resnet_scalar_loss(RESNET_MICRO, 2, 8, **more), 2, 2),
     ],
     ids=["gpt_scanned", "gpt_unrolled", "lstm", "resnet"],
 )
