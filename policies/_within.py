@@ -126,7 +126,10 @@ def infeasible(
     condensed: Condensed, budget_bytes: int, smallest: Candidate | None, least_bytes: int
 ) -> BudgetError:
     """Returns the error for a budget that nothing was found for."""
-    return BudgetError(too_small_message(condensed, budget_bytes, smallest, least_bytes))
+    return BudgetError(
+        too_small_message(condensed, budget_bytes, smallest, least_bytes),
+        smallest_peak_bytes=None if smallest is None else smallest.replayed.peak_bytes,
+    )
 
 
 def too_small_message(

@@ -11,6 +11,8 @@ operators that feed it, and it reads the buffers those read. What becomes a buff
   residual connection): XLA writes it once instead of making it again in every reader;
 * a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance).
 
+A buffer that a single element-wise kernel reads and overwrites is one node with that kernel.
+
 Coarsening loses plans in which another fused value is kept; the cut of `min_cut` finds those worth it.
 A node's cost is the roofline time of its kernel: arithmetic, or the buffers it reads and writes; matmuls and
 convolutions are taken to reach half of what the data sheet promises.
@@ -19,7 +21,7 @@ convolutions are taken to reach half of what the data sheet promises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -71,8 +73,8 @@ class Condensed:
     def backward_order(self, sequence: Sequence[int]) -> tuple[int, ...]:
         """Returns the operators of a sequence's backward pass, as `remat.schedule.build_schedule` takes them.
 
-        Fused forward operators are left out: they run again wherever they are read. Fused backward operators
-        come before their first reader.
+        Fused forward operators are left out: they run again wherever they are read; but not those that a node
+        overwrites. Fused backward operators come before their first reader.
         """
         ops = self.graph.ops
         seen: set[int] = set()
@@ -86,6 +88,7 @@ class Condensed:
                         done.add(op)
                         order.append(op)
             elif node in seen:
+                order += [op for op in self.fused[node] if not ops[op].fusible]
                 order.append(self.roots[node])
             seen.add(node)
         return tuple(order)
@@ -106,7 +109,9 @@ class Condensed:
             if not first:
                 made_again.add(node)
         forward_gradients = {
-            v for v in self.graph.gradients if self.node_of.get(v, self.problem.turn) < self.problem.turn
+            v
+            for v in self.graph.gradients
+            if self.node_of.get(v, self.problem.turn) < self.problem.turn
         }
         return forward_gradients | {v for node in kept for v in self.values_of[node]}
 
@@ -151,18 +156,88 @@ def condense(
         for op in rooted
     ]
     price = _Price(graph, chip, objective, op_seconds or {})
-    costs = [price(op, fused[i]) for i, op in enumerate(rooted)]
-    problem = Problem.of(
-        costs,
-        kept_bytes,
-        inputs,
+    nodes = _Nodes(
+        roots=[op.id for op in rooted],
+        costs=[price(op, fused[i]) for i, op in enumerate(rooted)],
+        sizes=kept_bytes,
+        inputs=inputs,
         repeatable=[op.phase == "forward" and op.recomputable for op in rooted],
-        turn=turn,
-        workspace=[(workspace or {}).get(op.id, 0) for op in rooted] if workspace else None,
+        workspace=[(workspace or {}).get(op.id, 0) for op in rooted],
+        fused=fused,
     )
-    return Condensed(
-        graph, problem, tuple(op.id for op in rooted), node_of, tuple(fused), objective
-    )
+    return nodes.in_place(graph, turn).finish(graph, node_of, objective)
+
+
+@dataclass
+class _Nodes:
+    """The nodes as columns, while they are made."""
+
+    roots: list[int]
+    costs: list[float]
+    sizes: list[int]
+    inputs: list[list[int]]
+    repeatable: list[bool]
+    workspace: list[int]
+    fused: list[tuple[int, ...]]
+    turn: int = 0
+    number: dict[int, int] = field(default_factory=dict)
+
+    def in_place(self, graph: Graph, turn: int) -> _Nodes:
+        """Joins a buffer with the element-wise kernel that alone reads it and overwrites it (conv, relu).
+
+        Keeping the first instead of the second would gain nothing: they have one size.
+        """
+        readers: list[list[int]] = [[] for _ in self.roots]
+        for node, reads in enumerate(self.inputs):
+            for read in reads:
+                readers[read].append(node)
+        into: dict[int, int] = {}
+        for node, users in enumerate(readers):
+            if len(users) == 1 and self._overwrites(graph, node, users[0], turn):
+                into[node] = users[0]
+        for node, reader in into.items():
+            self.costs[reader] += self.costs[node]
+            self.fused[reader] = tuple(
+                sorted({*self.fused[reader], *self.fused[node], self.roots[node]})
+            )
+            joined = {*self.inputs[node], *self.inputs[reader]} - {node}
+            self.inputs[reader] = sorted(joined)
+            self.workspace[reader] = max(self.workspace[reader], self.workspace[node])
+        kept = [node for node in range(len(self.roots)) if node not in into]
+        number = {node: index for index, node in enumerate(kept)}
+        return _Nodes(
+            roots=[self.roots[node] for node in kept],
+            costs=[self.costs[node] for node in kept],
+            sizes=[self.sizes[node] for node in kept],
+            inputs=[[number[read] for read in self.inputs[node]] for node in kept],
+            repeatable=[self.repeatable[node] for node in kept],
+            workspace=[self.workspace[node] for node in kept],
+            fused=[self.fused[node] for node in kept],
+            turn=sum(node < turn for node in kept),
+            number=number,
+        )
+
+    def _overwrites(self, graph: Graph, node: int, reader: int, turn: int) -> bool:
+        op = graph.ops[self.roots[reader]]
+        if not op.fusible or op.kind == "REDUCTION" or (node < turn) != (reader < turn):
+            return False
+        size = self.sizes[node]
+        same = 0 < size == self.sizes[reader] and self.repeatable[node] == self.repeatable[reader]
+        # Joined, both run when the second did; nothing large may come in between.
+        return same and all(20 * self.sizes[n] < size for n in range(node + 1, reader))
+
+    def finish(self, graph: Graph, node_of: Mapping[int, int], objective: Objective) -> Condensed:
+        """Returns the problem of these nodes."""
+        problem = Problem.of(
+            self.costs,
+            self.sizes,
+            self.inputs,
+            repeatable=self.repeatable,
+            turn=self.turn,
+            workspace=self.workspace if any(self.workspace) else None,
+        )
+        values = {v: self.number[node] for v, node in node_of.items() if node in self.number}
+        return Condensed(graph, problem, tuple(self.roots), values, tuple(self.fused), objective)
 
 
 def _live_ops(graph: Graph) -> set[int]:

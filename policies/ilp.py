@@ -6,9 +6,9 @@ kernels run again, as often as it pays. Several planners start, and the best sta
 
 1. minimum cuts (Yu & He), Chen's segments and their recursion, the cuts of the Lagrangian bound, and for chains of
    blocks the exact dynamic program (Beaumont, Herrmann et al.);
-2. up to `exact_limit` nodes Checkmate's integer program (Jain et al. 2020), restricted to what JAX executes, on
-   HiGHS, which proves how far from the optimum the result is;
-3. above that local search on the executed sequence (Imanishi et al. 2024).
+2. local search on the executed sequence (Imanishi et al. 2024);
+3. Checkmate's integer program (Jain et al. 2020), restricted to what JAX executes, on HiGHS: for small graphs, and
+   up to 350 buffers where more than 2 % lie between the search's result and the bound.
 
 Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`). The certificate holds a
 proven lower bound on the cost of every such sequence of the coarsened graph: the integer program's, or a
@@ -38,6 +38,8 @@ from remat.policies.problem import peak_of_order
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
+_EXACT_LIMIT = 350  # nodes that the integer program copes with
+_UNCLEAR = 0.02  # a gap that the integer program may close, as a share of the program's cost
 _CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
 
 Method = Literal["auto", "exact", "search", "starts"]
@@ -63,9 +65,9 @@ class Ilp:
 
     Attributes:
         objective: what recomputation costs: roofline `seconds`, or `flops`.
-        method: `exact` is the integer program, `search` the local search, `starts` neither; `auto` is exact up
-            to `exact_limit` nodes.
-        exact_limit: nodes up to which `auto` is exact.
+        method: `search` never runs the integer program, `exact` always, `starts` not even the search; `auto` runs
+            it where it pays.
+        exact_limit: nodes up to which `auto` always runs the integer program.
         seconds: limit on the integer program's time, and on the search's where numba is not installed. A plan
             that hits it may differ between runs.
         effort: proposals of the local search per node; its result is the same in every run.
@@ -150,29 +152,31 @@ class Ilp:
 
     def _improve(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
         """Improves the pool's best; returns the bound and notes."""
-        exact = self.method == "exact" or (
-            self.method == "auto" and len(pool.problem) <= self.exact_limit
-        )
-        if exact:
-            return self._exact(pool, proven)
         if self.method == "starts":
             return proven, ()
+        count = len(pool.problem)
         notes = list(self._search(pool, self.effort // 20, 0))
-        if not self._good_enough(pool, proven):
-            if len(pool.problem) <= _CHAIN_LIMIT:
+        if self.method == "search" or not self._good_enough(pool, proven, self.tolerance):
+            if count <= _CHAIN_LIMIT:
                 chain = solve_chain(pool.problem, pool.budget_bytes)
                 if chain is not None:
                     pool.offer("chain", chain.sequence)
             notes += self._search(pool, self.effort, 1)
+        unclear = not self._good_enough(pool, proven, _UNCLEAR) and count <= _EXACT_LIMIT
+        if self.method == "exact" or (
+            self.method == "auto" and (count <= self.exact_limit or unclear)
+        ):
+            proven, note = self._exact(pool, proven)
+            notes.append(note)
         return proven, tuple(notes)
 
-    def _good_enough(self, pool: Pool, proven: float) -> bool:
+    def _good_enough(self, pool: Pool, proven: float, tolerance: float) -> bool:
         if pool.best is None:
             return False
         total = pool.problem.total_cost
-        return pool.best.replayed.extra_cost - proven <= self.tolerance * (total + proven)
+        return pool.best.replayed.extra_cost - proven <= tolerance * (total + proven)
 
-    def _exact(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
+    def _exact(self, pool: Pool, proven: float) -> tuple[float, str]:
         start = pool.best or pool.smallest
         solved = solve_restricted(
             pool.problem,
@@ -183,7 +187,7 @@ class Ilp:
         if solved.sequence is not None:
             pool.offer("integer program", solved.sequence)
         note = f"integer program: {solved.status} after {solved.solve_seconds:.1f} s"
-        return max(proven, solved.bound), (note,)
+        return max(proven, solved.bound), note
 
     def _search(self, pool: Pool, effort: int, seed: int) -> tuple[str, ...]:
         start = pool.best or pool.smallest

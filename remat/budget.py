@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from remat.devices import get_device
 from remat.errors import BudgetError
 from remat.graph import Graph
-from remat.memory import peak_bytes
+from remat.memory import peak_bytes, predict
 from remat.plan import LoopPlan, Plan, stored_bytes
 from remat.planning import make_plan, plan_from_saved
 from remat.policies import Full, MinCut, Policy
@@ -160,12 +160,28 @@ def hold(plan: Plan, budget_bytes: int) -> None:
 
 def too_small(plan: Plan, budget_bytes: int) -> BudgetError:
     """Returns the error that says how far a plan is above a budget."""
+    advice = (
+        ""
+        if plan.policy_name == "ilp"
+        else ", or try remat_policy='ilp', which looks for the smallest"
+    )
     return BudgetError(
         f"policy {plan.policy_name!r} does not meet the budget of {budget_bytes:,} bytes: its plan peaks at "
         f"{plan.peak_bytes:,} bytes (predicted; {plan.baseline_peak_bytes:,} without "
-        f"rematerialization). Smallest peak found: {plan.peak_bytes:,} bytes. Raise the budget, or "
-        "try remat_policy='ilp', which looks for the smallest."
+        f"rematerialization). Smallest peak found: {plan.peak_bytes:,} bytes. {_what_forces(plan)}"
+        f"Raise the budget{advice}.",
+        smallest_peak_bytes=plan.peak_bytes,
     )
+
+
+def _what_forces(plan: Plan) -> str:
+    """The largest values that are alive at the predicted peak."""
+    held = predict(plan.graph, plan.schedule, loops=plan.loops).at_peak[:4]
+    named = [
+        f"{x.label} of {x.op} ({x.nbytes:,} bytes)" if x.op else f"{x.label} ({x.nbytes:,} bytes)"
+        for x in held
+    ]
+    return f"The largest values alive at the peak: {', '.join(named)}. " if named else ""
 
 
 @dataclass(frozen=True)
@@ -215,7 +231,7 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
             found.setdefault(less, (prices(less), policy))
     options = []
     for saved, ((saved_bytes, seconds), policy) in found.items():
-        if any(x <= 0.9 * saved_bytes and y <= seconds for (x, y), _ in found.values()):
+        if any(x < 0.9 * saved_bytes and y <= seconds for (x, y), _ in found.values()):
             continue  # another one keeps much less and is faster
         plan = plan_from_saved(
             graph,

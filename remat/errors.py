@@ -27,7 +27,15 @@ class PolicyError(RematError, ValueError):
 
 
 class BudgetError(RematError, ValueError):
-    """A budget that cannot be read, or that no plan meets."""
+    """A budget that cannot be read, or that no plan meets.
+
+    Attributes:
+        smallest_peak_bytes: the smallest peak found, None if the budget could not be read.
+    """
+
+    def __init__(self, message: str, *, smallest_peak_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_peak_bytes = smallest_peak_bytes
 
 
 class TraceError(RematError, TypeError):

@@ -85,6 +85,7 @@ class Op:
         source: `file:line` in the user's code.
         batched: a matmul with batch dimensions (attention scores), cheap for its size.
         loop: path of the loop whose body has a plan of its own, None for an operator without one.
+        padded: the gradient of a pool whose first windows begin before its operand does.
     """
 
     id: int
@@ -105,6 +106,7 @@ class Op:
     source: str = ""
     batched: bool = False
     loop: str | None = None
+    padded: bool = False
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ _IN_PLACE = frozenset(
         "while",
     }
 )
+_SCATTERS = frozenset(name for name in _IN_PLACE if name.startswith("scatter"))
 # Clock cycles per element relative to an addition's, from what XLA measured on an H100 (`hlo_op_profiles_data.h`,
 # sm_90, float32); operators that are not here count as an addition.
 _ADDITIONS: Mapping[str, int] = {
@@ -143,7 +144,7 @@ _TINY = 1 / 4096
 # More kernels than this are not compared pair by pair.
 _MOST_KERNELS = 12
 
-Kind = Literal["op", "barrier", "pack", "unpack", "zeros"]
+Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +340,20 @@ def buffers(graph: Graph) -> tuple[int, ...]:
     fusion = _Fusion(program)
     found = [0] * len(graph.values)
     for index, instance in enumerate(program.instances):
-        if instance.root == index and fusion.is_buffer[index]:
+        if instance.root == index and fusion.is_buffer[index] and _is_named(program, instance):
             found[instance.value] = instance.nbytes
     return tuple(found)
+
+
+def _is_named(program: _Program, instance: _Instance) -> bool:
+    """Whether an instance is one of its value, not zeros in the form of the value."""
+    kind = program.nodes[instance.producer].kind if instance.producer >= 0 else "op"
+    if kind == "indices":
+        return False
+    if kind != "zeros":
+        return True
+    producer = program.graph.values[instance.value].producer
+    return producer is not None and _is_constant(program.graph.ops[producer])
 
 
 def _steps(graph: Graph, schedule: Schedule | None) -> list[_Action]:
@@ -388,6 +400,67 @@ def _read_before_made(graph: Graph, steps: Iterable[_Action]) -> tuple[list[int]
     return [v for v in raw if v not in given and v not in bits], list(bits)
 
 
+_ArrayKind = tuple[str, tuple[int, ...]]
+
+
+def _array_kind(value: Value) -> _ArrayKind:
+    """What zeros of a value have in common: XLA transposes zeros for nothing."""
+    return value.dtype, tuple(sorted(value.shape))
+
+
+def _fills(graph: Graph, op: Op) -> bool:
+    """Whether an operator writes over zeros."""
+    if op.name == _POOL_GRADIENT:
+        return not op.padded
+    producer = graph.values[op.inputs[0]].producer if op.name in _SCATTERS else None
+    return producer is not None and _is_constant(graph.ops[producer])
+
+
+def _is_constant(op: Op) -> bool:
+    """Whether an operator repeats a literal; literals are not in the graph."""
+    return op.name == "broadcast_in_dim" and not op.inputs
+
+
+def _is_added_up(graph: Graph, op: Op) -> bool:
+    """Whether an operator scatters sums into zeros and the result is only added to an array.
+
+    XLA scatters into that array instead.
+    """
+    if op.name not in ("scatter-add", _POOL_GRADIENT) or not _fills(graph, op):
+        return False
+    value = op.outputs[0]
+    users = graph.users[value]
+    return (
+        len(users) == 1
+        and graph.ops[users[0]].name == "add_any"
+        and value not in graph.outputs
+        and value not in graph.gradients
+    )
+
+
+def _shared_zeros(graph: Graph) -> frozenset[_ArrayKind]:
+    """The zeros that both kernels that fuse and operators that write over them read.
+
+    XLA has one array of zeros of a kind, written to memory for a scatter or a loop, which writes over a copy. All
+    that would otherwise have a zero in its code (a ReLU, its gradient, a dropout) reads that array, so it is there
+    from the first to the last of them. A loop writes over the zeros that it stacks its results into.
+    """
+    written: set[_ArrayKind] = set()
+    read: set[_ArrayKind] = set()
+    for op in graph.ops:
+        if op.name == "scan":
+            written.update(_array_kind(graph.values[value]) for value in op.outputs)
+        elif _fills(graph, op) and not _is_added_up(graph, op):
+            written.add(_array_kind(graph.values[op.outputs[0]]))
+        elif op.name == "max" and len(op.inputs) == 1:
+            read.add(_array_kind(graph.values[op.outputs[0]]))
+        elif _is_constant(op) and any(
+            graph.ops[user].fusible for user in graph.users[op.outputs[0]]
+        ):
+            read.add(_array_kind(graph.values[op.outputs[0]]))
+    return frozenset(kind for kind in written & read if kind[1])
+
+
 class _Builder:
     """Turns steps into nodes and instances."""
 
@@ -401,6 +474,9 @@ class _Builder:
         self.bits: dict[int, int] = {}
         self._seen: dict[Hashable, list[int]] = {}
         self._ran: set[int] = set()
+        self._shared = _shared_zeros(graph)
+        # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
+        self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
 
     def given(self, values: Iterable[int]) -> None:
         """Values that are there before the first step."""
@@ -427,19 +503,30 @@ class _Builder:
             if action == "compute":
                 self._compute(index, self.graph.ops[target])
             elif action == "encode":
-                made = self._code(index, "pack", target, self.raw[target])
+                made = self._code(index, "pack", target, self._instance(index, target))
                 self.bits[target] = made
             elif action == "decode":
                 self.raw[target] = self._code(index, "unpack", target, self.bits[target])
             elif action == "barrier":
                 places = [(self.bits if v in self.bits else self.raw, v) for v in values]
-                ins = tuple(place[v] for place, v in places)
+                ins = tuple(
+                    self.bits[v] if v in self.bits else self._instance(index, v) for v in values
+                )
                 for (place, v), tied in zip(places, self._tie(index, None, ins), strict=True):
                     place[v] = tied
 
-    def _new(self, value: int, producer: int, *, root: int = -1, packed: bool = False) -> int:
+    def _new(
+        self,
+        value: int,
+        producer: int,
+        *,
+        root: int = -1,
+        packed: bool = False,
+        nbytes: int | None = None,
+    ) -> int:
         found = self.graph.values[value]
-        nbytes = stored_bytes(found) if packed else found.nbytes
+        if nbytes is None:
+            nbytes = stored_bytes(found) if packed else found.nbytes
         elements = math.prod(found.shape)
         index = len(self.program.instances)
         root = index if root < 0 else self.program.instances[root].root
@@ -468,13 +555,31 @@ class _Builder:
         return self._seen[key][0]
 
     def _compute(self, step: int, op: Op) -> None:
-        ins = tuple(self.raw[v] for v in op.inputs)
+        if _is_added_up(self.graph, op):
+            ins = tuple(self._instance(step, v) for v in op.inputs[op.name != _POOL_GRADIENT :])
+            if op.name == _POOL_GRADIENT:
+                ins = self._indices(step, op, ins)
+            self.raw.pop(op.outputs[0], None)
+            self._postponed[op.outputs[0]] = op, ins
+            return
+        later = [v for v in op.inputs if v in self._postponed] if op.name == "add_any" else []
+        if later:
+            added, ins = self._postponed.pop(later[0])
+            other = op.inputs[op.inputs[0] == later[0]]
+            ins = (*ins, self._instance(step, other))
+            self.raw[op.outputs[0]] = self._node(step, added, ins, op.outputs)[0]
+            return
+        ins = tuple(self._instance(step, v) for v in op.inputs)
         if op.name == "optimization_barrier" and len(ins) == len(op.outputs):
             for value, tied in zip(op.outputs, self._tie(step, op, ins), strict=True):
                 self.raw[value] = tied
             return
-        if op.name == _POOL_GRADIENT and self._strides(op):
-            ins = (*ins, self._zeros(step, op))
+        if op.name == "broadcast_in_dim" and not ins and self._is_shared(op.outputs[0]):
+            self.raw[op.outputs[0]] = self._zeros(step, op.outputs[0])
+            return
+        ins = self._with_zeros(step, op, ins)
+        if op.name == _POOL_GRADIENT:
+            ins = self._indices(step, op, ins)
         if len(ins) == 1 and len(op.outputs) == 1 and self._moves_nothing(op):
             self.raw[op.outputs[0]] = ins[0]
             return
@@ -500,15 +605,67 @@ class _Builder:
         node.outs.append(self._new(op.outputs[0], number))
         return node.outs[0]
 
-    def _index_arrays(self, op: Op) -> Prediction | None:
-        """What the gradient of a pool needs: where every window has its largest element, an array per dimension."""
-        if op.name != _POOL_GRADIENT:
-            return None
-        shape = self.graph.values[op.inputs[0]].shape
-        nbytes = _INDEX_BYTES * math.prod(shape)
-        label = f"i32[{','.join(map(str, shape))}]"
-        listed = (Buffer(-1, nbytes, label, op.name, op.scope, op.phase),) * len(shape)
-        return Prediction(nbytes * len(shape), listed, -1, 0)
+    def _instance(self, step: int, value: int) -> int:
+        """The instance of a value; runs a scatter that was postponed."""
+        if value in self._postponed:
+            op, ins = self._postponed.pop(value)
+            ins = (*ins, self._fresh_zeros(step, value))
+            self.raw[value] = self._node(step, op, ins)[0]
+        return self.raw[value]
+
+    def _is_shared(self, value: int) -> bool:
+        return _array_kind(self.graph.values[value]) in self._shared
+
+    def _zeros(self, step: int, value: int) -> int:
+        """The zeros in the form of a value, one array for the whole program."""
+        key = ("zeros", _array_kind(self.graph.values[value]))
+        if key not in self._seen:
+            self._seen[key] = self._filled(step, value, ())
+        return self._seen[key][0]
+
+    def _fresh_zeros(self, step: int, value: int) -> int:
+        """Zeros that are written over: where others read the same zeros, a copy of them."""
+        ins = (self._zeros(step, value),) if self._is_shared(value) else ()
+        return self._filled(step, value, ins)[0]
+
+    def _filled(self, step: int, value: int, ins: tuple[int, ...]) -> list[int]:
+        number = len(self.program.nodes)
+        node = _Node("zeros", None, "zeros", ins, [], step, fusible=not ins, additions=1)
+        self.program.nodes.append(node)
+        node.outs.append(self._new(value, number))
+        return node.outs
+
+    def _with_zeros(self, step: int, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
+        """The operands with zeros that the graph does not name."""
+        if op.name == _POOL_GRADIENT and not op.padded:
+            return (*ins, self._fresh_zeros(step, op.outputs[0]))
+        if op.name in _SCATTERS and _fills(self.graph, op) and self._is_shared(op.outputs[0]):
+            return (self._fresh_zeros(step, op.outputs[0]), *ins[1:])
+        if op.name == "max" and len(ins) == 1 and self._is_shared(op.outputs[0]):
+            return (*ins, self._zeros(step, op.outputs[0]))
+        if op.name == "scan":
+            found = [self._zeros(step, value) for value in op.outputs if self._is_shared(value)]
+            return (*ins, *dict.fromkeys(found))
+        return ins
+
+    def _indices(self, step: int, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
+        """The operands of a pool's gradient: instead of the pool's operand, where every window has its largest.
+
+        That is an array of indices per dimension, made by a kernel that fuses with what it reads if the pool does.
+        """
+        source, operand = op.inputs[:2]
+        pools = (self.graph.ops[user] for user in self.graph.users[operand])
+        fusible = any(pool.name == "reduce_window_max" and pool.fusible for pool in pools)
+        key = ("indices", ins[1], self.graph.values[source].shape)
+        if key not in self._seen:
+            number = len(self.program.nodes)
+            node = _Node("indices", None, "indices", (ins[1],), [], step, fusible, True)
+            self.program.nodes.append(node)
+            windows = math.prod(self.graph.values[source].shape)
+            for _ in self.graph.values[source].shape:
+                node.outs.append(self._new(source, number, nbytes=_INDEX_BYTES * windows))
+            self._seen[key] = node.outs
+        return (ins[0], *self._seen[key], *ins[2:])
 
     def _signature(self, op: Op) -> Hashable:
         """Equal for operators that compute the same of the same operands, as far as the graph tells.
@@ -524,7 +681,9 @@ class _Builder:
         picks = op.name in _PICKS or op.kind not in _COMPARED
         return op.id if picks or not op.source else (op.name, result.dtype, result.shape, op.source)
 
-    def _node(self, step: int, op: Op, ins: tuple[int, ...]) -> list[int]:
+    def _node(
+        self, step: int, op: Op, ins: tuple[int, ...], outputs: tuple[int, ...] | None = None
+    ) -> list[int]:
         number = len(self.program.nodes)
         random = op.random and op.kind == "RANDOM"
         node = _Node(
@@ -537,12 +696,12 @@ class _Builder:
             fusible=op.fusible,
             reduces=op.kind == "REDUCTION",
             additions=_RANDOM_ADDITIONS if random else _ADDITIONS.get(op.name, 1),
-            working=self.working.get(op.id) or self._index_arrays(op),
+            working=self.working.get(op.id),
             again=op.id in self._ran,
         )
         self._ran.add(op.id)
         self.program.nodes.append(node)
-        node.outs.extend(self._new(value, number) for value in op.outputs)
+        node.outs.extend(self._new(value, number) for value in outputs or op.outputs)
         return node.outs
 
     def _moves_nothing(self, op: Op) -> bool:
@@ -646,6 +805,9 @@ class _Fusion:
         """What it takes to make every value if what several operators read is written where that pays."""
         instances = self.program.instances
         for number, node in enumerate(self.program.nodes):
+            if node.kind == "zeros":  # whether they are in memory is not known when XLA estimates
+                self.reads[node.outs[0]], self.leaves[node.outs[0]] = 0.0, frozenset()
+                continue
             if not self.live[number] or not node.fusible or node.reduces:
                 continue
             for out in node.outs:
@@ -858,7 +1020,6 @@ def _early(program: _Program, fusion: _Fusion) -> dict[int, int]:
     """Buffers that are made before their turn, because they are made from next to nothing: instance to kernel."""
     ready = [-1] * len(program.instances)
     first: dict[tuple[int, int], int] = {}
-    compared: dict[tuple[int, int], int] = {}
     moved: dict[int, int] = {}
     for number, node in enumerate(program.nodes):
         if not fusion.live[number]:
@@ -866,15 +1027,12 @@ def _early(program: _Program, fusion: _Fusion) -> dict[int, int]:
         known = max((ready[index] for index in node.ins), default=-1)
         for out in node.outs:
             instance = program.instances[out]
+            if node.kind == "zeros" and node.ins:
+                moved[out] = program.instances[node.ins[0]].producer
             if node.kind == "barrier" or not node.fusible:
                 ready[out] = number
                 continue
             shape = (instance.elements, instance.nbytes)
-            if node.name == "max" and len(node.ins) == 1:
-                compared.setdefault(shape, min(fusion.kernels[number]))
-            if node.kind == "zeros":
-                moved[out] = compared.get(shape, number)
-                continue
             ready[out] = number if fusion.is_buffer[out] else known
             if not fusion.is_buffer[out] or node.reduces:
                 continue
@@ -1068,6 +1226,8 @@ def _describe(program: _Program, index: int, nbytes: int) -> Buffer:
     node = program.nodes[instance.producer] if instance.producer >= 0 else None
     op = program.graph.ops[value.producer] if value.producer is not None else None
     label = f"bits of {value.label}" if instance.packed else value.label
+    if node is not None and node.kind == "indices":
+        label = f"i32[{','.join(map(str, value.shape))}]"
     if index in program.slices:
         label = f"slice {label}"
     return Buffer(

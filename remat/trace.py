@@ -561,6 +561,7 @@ def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
         source=_compat.source_of(eqn) or (_compat.source_of(site) if site is not None else ""),
         batched=_is_batched(eqn),
         loop=loop[-1] if loop else None,
+        padded=_is_padded(eqn),
     )
 
 
@@ -573,6 +574,12 @@ def _is_batched(eqn: Any) -> bool:
         return False
     (_, _), (batch, _) = eqn.params["dimension_numbers"]
     return len(batch) > 0
+
+
+def _is_padded(eqn: Any) -> bool:
+    if eqn.primitive.name != "select_and_scatter_add":
+        return False
+    return any(low > 0 for low, _ in eqn.params["padding"])
 
 
 def _room_cost(

@@ -48,16 +48,19 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Moody(Cuts):
-    """A planner that wastes what it is given: the smallest plan for every budget of an even number of bytes."""
+    """A planner that wastes what it is given: with much memory, or no budget, it makes the smallest plan."""
 
     name: ClassVar[str] = "moody"
 
+    def decide(self, graph: Graph) -> Decision:
+        least = min(cut_plans(graph), key=lambda plan: plan.peak_bytes)
+        return Decision(frozenset(least.saved_values))
+
     def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
-        if budget_bytes % 2:
-            return super().decide_within(graph, budget_bytes)
-        return Decision(
-            frozenset(min(cut_plans(graph), key=lambda plan: plan.peak_bytes).saved_values)
-        )
+        plans = cut_plans(graph)
+        if budget_bytes > 0.9 * plans[0].baseline_peak_bytes:
+            return self.decide(graph)
+        return super().decide_within(graph, budget_bytes)
 
 
 def cut_plans(graph: Graph) -> list[Plan]:
@@ -103,7 +106,10 @@ def test_every_point_is_the_cheapest_that_fits(curve: Pareto, plans: list[Plan])
     assert_monotone(curve)
     for point in curve.points:
         fitting = [plan for plan in plans if plan.peak_bytes <= point.budget_bytes]
-        assert point.recompute_seconds == min(plan.recompute_seconds for plan in fitting)
+        # Planning within a budget leaves a margin below it, where it can.
+        easily = [p.recompute_seconds for p in plans if p.peak_bytes <= 0.9 * point.budget_bytes]
+        least = min(plan.recompute_seconds for plan in fitting)
+        assert least <= point.recompute_seconds <= min(easily, default=float("inf"))
     assert curve.points[-1].recompute_flops == 0
     assert curve.points[0].recompute_flops > 0
 
@@ -127,13 +133,13 @@ def test_a_point_is_what_its_plan_says(curve: Pareto) -> None:
 def test_more_budget_never_costs_more_even_if_the_planner_wastes_it(plans: list[Plan]) -> None:
     least = min(plan.peak_bytes for plan in plans)
     top = plans[0].baseline_peak_bytes
-    budgets = [least, least + 1 + least % 2, top - 1 + top % 2, top + top % 2]
-    assert budgets[-1] % 2 == 0  # the planner wastes the largest budget
-    wasted = remat.plan(LOSS, *ARGS, remat_policy=Moody(), budget=budgets[-1])
-    assert wasted.peak_bytes == least and wasted.recompute_seconds > 0
-    found = pareto(LOSS, *ARGS, remat_policy=Moody(), budgets=budgets)
+    wasted = remat.plan(LOSS, *ARGS, remat_policy=Moody(), budget=top)
+    careful = remat.plan(LOSS, *ARGS, remat_policy=Moody(), budget=0.8)
+    assert wasted.peak_bytes == least
+    assert wasted.recompute_seconds > careful.recompute_seconds
+    found = pareto(LOSS, *ARGS, remat_policy=Moody(), budgets=[least, 0.8, 0.95, 1.0])
     assert_monotone(found)
-    assert found.points[-1].recompute_seconds == 0
+    assert [p.recompute_seconds for p in found.points[1:]] == [careful.recompute_seconds] * 3
 
 
 def test_budgets_are_read_as_elsewhere(curve: Pareto) -> None:
@@ -164,21 +170,22 @@ def test_growing_curves_and_an_interrupted_one(curve: Pareto) -> None:
 
 
 def test_interrupts_pass_through_but_what_was_yielded_stays() -> None:
-    @dataclass(frozen=True)
-    class Interrupted(Cuts):
-        def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
-            if budget_bytes == 70_000:
-                raise KeyboardInterrupt
-            return super().decide_within(graph, budget_bytes)
+    def interrupt(line: str) -> None:
+        if line.startswith("budget 3"):
+            raise KeyboardInterrupt
 
-    budgets = [50_000, 60_000, 70_000]
+    options: dict[str, Any] = {
+        "remat_policy": Cuts(),
+        "budgets": [50_000, 60_000, 70_000],
+        "progress": interrupt,
+    }
     kept: list[Pareto] = []
     with pytest.raises(KeyboardInterrupt):
-        for part in iter_pareto(LOSS, *ARGS, remat_policy=Interrupted(), budgets=budgets):
+        for part in iter_pareto(LOSS, *ARGS, **options):
             kept.append(part)
     assert len(kept) == 2 and kept[-1].interrupted
     with pytest.raises(KeyboardInterrupt):
-        pareto(LOSS, *ARGS, remat_policy=Interrupted(), budgets=budgets)
+        pareto(LOSS, *ARGS, **options)
 
 
 def test_as_data(curve: Pareto) -> None:
