@@ -202,7 +202,8 @@ class BodyOption:
     @property
     def total_bytes(self) -> int:
         """What all iterations keep, and what one of them needs beside it."""
-        return self.plan.graph.multiplicity * self.saved_bytes + self.plan.peak_bytes
+        trips = self.plan.graph.multiplicity
+        return trips * self.saved_bytes + self.plan.peak_bytes if trips > 1 else self.saved_bytes
 
 
 def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:

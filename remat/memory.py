@@ -129,7 +129,10 @@ _ADDITIONS: Mapping[str, int] = {
     "tanh": 67,
 }
 _CONVOLUTION = "conv_general_dilated"
+# What returns several arrays to XLA, however many it has in the graph.
+_TUPLES = frozenset({_CONVOLUTION, "scan", "sort", "while"})
 _INDEX_BYTES = 4
+_COMPUTED_BYTES = 4  # element-wise kernels compute in float32
 _POOL_GRADIENT = "select_and_scatter_add"
 _RANDOM_ADDITIONS = (
     120  # threefry: 20 rounds of an addition, a rotation and an exclusive or, and the keys
@@ -141,6 +144,8 @@ _BYTES_PER_ADDITION = 0.145
 _NOTHING = 1 / 8
 # Temporaries below this share of the largest are not worth a place.
 _TINY = 1 / 4096
+# Kernels that are further apart than this are not merged: a search for what depends on them would take too long.
+_FAR = 64
 # More kernels than this are not compared pair by pair.
 _MOST_KERNELS = 12
 
@@ -589,22 +594,6 @@ class _Builder:
             made = self._seen[key] = self._node(step, op, ins)
         self.raw.update(zip(op.outputs, made, strict=True))
 
-    def _strides(self, op: Op) -> bool:
-        """Whether the windows of a pool step by more than one; else its gradient has a padded array of its own."""
-        source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
-        return source.shape != result.shape
-
-    def _zeros(self, step: int, op: Op) -> int:
-        """The zeros that the gradient of a max pool is scattered into.
-
-        XLA merges the kernel that fills them with the first ReLU of their shape, which compares with zeros too.
-        """
-        number = len(self.program.nodes)
-        node = _Node("zeros", None, "zeros", (), [], step, fusible=True, additions=1)
-        self.program.nodes.append(node)
-        node.outs.append(self._new(op.outputs[0], number))
-        return node.outs[0]
-
     def _instance(self, step: int, value: int) -> int:
         """The instance of a value; runs a scatter that was postponed."""
         if value in self._postponed:
@@ -893,7 +882,7 @@ class _Fusion:
         reach = self._reachable()
         groups: list[tuple[int, list[int]]] = []
         for kernel in sorted(kernels):
-            size = self._size(kernel)
+            size = self.size(kernel)
             for other, members in groups:
                 if other == size and not any(reach[m] >> kernel & 1 for m in members):
                     members.append(kernel)
@@ -902,7 +891,7 @@ class _Fusion:
                 groups.append((size, [kernel]))
         return [members[0] for _, members in groups]
 
-    def _size(self, number: int) -> int:
+    def size(self, number: int) -> int:
         """The number of elements a kernel walks over."""
         node, instances = self.program.nodes[number], self.program.instances
         around = node.ins if node.reduces else node.outs
@@ -932,6 +921,7 @@ class _Kernel:
         reads: buffers it reads, by their root instances.
         writes: buffers it makes.
         after: the nodes of the kernels and barriers whose results it reads.
+        merged: the last nodes of the kernels merged into it.
         copies: sources of which it, or a kernel before it, makes a copy: slices of stacked arrays that an operator
             reads that does not fuse, and kernels of convolutions in another layout.
     """
@@ -940,6 +930,7 @@ class _Kernel:
     reads: set[int] = field(default_factory=set)
     writes: list[int] = field(default_factory=list)
     after: set[int] = field(default_factory=set)
+    merged: list[int] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
 
 
@@ -968,6 +959,54 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
             if root in program.sources and _is_turned(program, node):
                 found[number].copies.add(root)
     return [found[number] for number in sorted(found)]
+
+
+def _siblings(program: _Program, fusion: _Fusion, kernels: list[_Kernel]) -> list[_Kernel]:
+    """The kernels with those merged that read one array, walk over as many elements and do not depend on each other.
+
+    XLA makes one kernel with several results of them. It runs when the last of them could, so what the first makes
+    and what is made from that comes later.
+    """
+    nodes = program.nodes
+    order = list(kernels)
+    last: dict[int, _Kernel] = {}  # by array, the last element-wise kernel that read it
+    done: list[_Kernel] = []
+    place: dict[int, int] = {}
+    for kernel in order:
+        node = nodes[kernel.node]
+        place[kernel.node] = len(done)
+        done.append(kernel)
+        if not kernel.writes or not node.fusible or node.reduces or node.kind != "op":
+            continue
+        size = fusion.size(kernel.node)
+        for root in sorted(kernel.reads):
+            other = last.get(root)
+            last[root] = kernel
+            if other is None or other is kernel or not other.writes or fusion.size(other.node) != size:
+                continue
+            if program.instances[root].elements != size:
+                continue
+            start = place[other.node]
+            if done[start] is not other or len(done) - start > _FAR:
+                continue
+            made, depends = {other.node, *other.merged}, []
+            for between in done[start + 1 : -1]:
+                if not made.isdisjoint(between.after):
+                    made.update((between.node, *between.merged))
+                    depends.append(between)
+            if not made.isdisjoint(kernel.after):
+                continue
+            kernel.after |= other.after
+            kernel.reads |= other.reads
+            kernel.copies |= other.copies
+            kernel.writes = other.writes + kernel.writes
+            kernel.merged += [other.node, *other.merged]
+            moving = {id(k) for k in depends}
+            rest = [k for k in done[start + 1 : -1] if id(k) not in moving]
+            done[start:] = [*rest, kernel, *depends]
+            for index in range(start, len(done)):
+                place[done[index].node] = index
+    return done
 
 
 def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
@@ -1068,7 +1107,7 @@ class _Timeline:
 
 def _predict(program: _Program) -> Prediction:
     fusion = _Fusion(program)
-    kernels = _kernels(program, fusion)
+    kernels = _siblings(program, fusion, _kernels(program, fusion))
     moved = _early(program, fusion)
     orders = [_deferred(program, kernels)]
     if not program.stacks:
@@ -1095,7 +1134,7 @@ def _timeline(program: _Program, order: list[_Kernel], moved: Mapping[int, int])
     for found in outside:
         change[found.start] += found.nbytes
         change[found.end + 1] -= found.nbytes
-    for start, nbytes in _overwritten(program, outside):
+    for start, nbytes in _overwritten(program, order, outside):
         change[start] -= nbytes
         change[start + 1] += nbytes
     peak, at, alive = 0, -1, 0
@@ -1133,7 +1172,7 @@ def _live_ranges(
 ) -> tuple[list[_Range], list[_Range]]:
     """The live ranges of temporaries, and of results from when they are written."""
     instances = program.instances
-    position = {kernel.node: i for i, kernel in enumerate(order)}
+    position = {node: i for i, k in enumerate(order) for node in (k.node, *k.merged)}
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copied: dict[int, int] = {}
@@ -1191,30 +1230,45 @@ def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
     return inside
 
 
-def _overwritten(program: _Program, ranges: list[_Range]) -> list[tuple[int, int]]:
+def _overwritten(
+    program: _Program, order: list[_Kernel], ranges: list[_Range]
+) -> list[tuple[int, int]]:
     """Where a kernel writes into an operand that dies there: position and bytes counted twice.
 
-    XLA lets a kernel do so only if the kernel itself that made the operand is what it reads: not through a barrier.
+    XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if that
+    made several arrays, as do a loop and a call of a library (a convolution: its result and its scratch space).
+    Of several results of merged kernels in a type narrower than the one they are computed in (bfloat16) XLA was seen
+    to write one in place, of float32 all.
     """
-    tied = {
-        program.instances[index].root
-        for node in program.nodes
-        if node.kind == "barrier"
-        for index in node.ins
-    }
+    nodes, instances = program.nodes, program.instances
+    tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
+    # XLA has one buffer for what is scattered into and the scatter's result, and only buffers of one array share.
+    kept = {instances[i].root for node in nodes if node.name in _IN_PLACE for i in node.ins}
+
+    def serves(found: _Range) -> bool:
+        producer = instances[found.index].producer
+        if found.index in tied or producer < 0:
+            return producer < 0 and found.index not in tied
+        node = nodes[producer]
+        return len(node.outs) == 1 and node.name not in _TUPLES
+
+    places = {found.index: found for found in ranges if serves(found)}
     dying: dict[tuple[int, int], int] = {}
-    for found in ranges:
-        if found.index not in tied:
-            dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
+    for found in places.values():
+        dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
     twice: list[tuple[int, int]] = []
     for found in ranges:
-        producer = program.instances[found.index].producer
-        node = program.nodes[producer] if producer >= 0 else None
-        if node is None or not (node.name in _IN_PLACE or (node.fusible and not node.reduces)):
+        producer = instances[found.index].producer
+        node = nodes[producer] if producer >= 0 else None
+        if node is None or node.name == "transpose":
+            continue
+        if node.name not in _IN_PLACE and (not node.fusible or node.reduces or found.index in kept):
             continue
         key = (found.start, found.nbytes)
-        own = found.end == found.start and found.index not in tied
-        if dying.get(key, 0) > own:
+        own = found.end == found.start and found.index in places
+        narrow = found.nbytes < _COMPUTED_BYTES * instances[found.index].elements
+        several = narrow and order[found.start].merged
+        if dying.get(key, 0) > own and not (several and key in twice):
             dying[key] -= 1
             twice.append(key)
     return twice

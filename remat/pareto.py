@@ -7,7 +7,6 @@ that fit its budget. So more budget never costs more time, by construction.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +31,6 @@ __all__ = [
 Progress = Callable[[str], None]
 Budget = int | float | str
 
-_NAMED = re.compile(r"smallest (?:feasible )?(?:predicted )?peak[^0-9]*([\d,]+)", re.IGNORECASE)
 _RAISES = 8
 _HALVINGS = 5
 _CLOSE = 1.05
@@ -204,8 +202,7 @@ def _price(point: ParetoPoint) -> tuple[float, int, int]:
 
 def smallest_peak_named(error: BudgetError) -> int | None:
     """Returns the smallest peak that a planner's error names, in bytes; None if it names none."""
-    found = _NAMED.search(str(error))
-    return int(found[1].replace(",", "")) if found else None
+    return error.smallest_peak_bytes
 
 
 def smallest_plan(

@@ -510,12 +510,13 @@ def _with_uncompared(plan: Plan, data: Any) -> Plan:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    from remat import __version__
-
-    try:
-        return {"jax": metadata.version("jax"), "remat": __version__}
-    except metadata.PackageNotFoundError:  # a jax that was not installed as a package
-        return {"remat": __version__}
+    found = {}
+    for name in ("jax", "remat"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # used from a checkout that is not installed
+            found[name] = "unknown"
+    return found
 
 
 def _checksum(data: Mapping[str, Any], folders: Mapping[str, str] | None = None) -> str:
