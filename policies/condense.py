@@ -20,7 +20,7 @@ convolutions are taken to reach half of what the data sheet promises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -164,6 +164,7 @@ def condense(
         repeatable=[op.phase == "forward" and op.recomputable for op in rooted],
         workspace=[(workspace or {}).get(op.id, 0) for op in rooted],
         fused=fused,
+        buffers=buffers,
     )
     return nodes.in_place(graph, turn).finish(graph, node_of, objective)
 
@@ -179,6 +180,7 @@ class _Nodes:
     repeatable: list[bool]
     workspace: list[int]
     fused: list[tuple[int, ...]]
+    buffers: Collection[int]
     turn: int = 0
     number: dict[int, int] = field(default_factory=dict)
 
@@ -213,6 +215,7 @@ class _Nodes:
             repeatable=[self.repeatable[node] for node in kept],
             workspace=[self.workspace[node] for node in kept],
             fused=[self.fused[node] for node in kept],
+            buffers=self.buffers,
             turn=sum(node < turn for node in kept),
             number=number,
         )
@@ -223,8 +226,19 @@ class _Nodes:
             return False
         size = self.sizes[node]
         same = 0 < size == self.sizes[reader] and self.repeatable[node] == self.repeatable[reader]
-        # Joined, both run when the second did; nothing large may come in between.
-        return same and all(20 * self.sizes[n] < size for n in range(node + 1, reader))
+        made = [v for v in graph.ops[self.roots[node]].outputs if v in self.buffers]
+        if (
+            not same
+            or len(made) != 1
+            or made[0] in graph.alive_anyway
+            or made[0] in graph.gradients
+        ):
+            return False
+        # Joined, both run when the second did and read everything at once: nothing large may come in between. In
+        # the backward pass the second may read nothing large beside, which could be recomputed in between.
+        beside = {*self.inputs[reader]} - {*self.inputs[node], node}
+        small = node < turn or 8 * sum(self.sizes[n] for n in beside) <= size
+        return small and all(20 * self.sizes[n] < size for n in range(node + 1, reader))
 
     def finish(self, graph: Graph, node_of: Mapping[int, int], objective: Objective) -> Condensed:
         """Returns the problem of these nodes."""

@@ -923,7 +923,7 @@ class _Kernel:
         after: the nodes of the kernels and barriers whose results it reads.
         merged: the last nodes of the kernels merged into it.
         copies: sources of which it, or a kernel before it, makes a copy: slices of stacked arrays that an operator
-            reads that does not fuse, and kernels of convolutions in another layout.
+            reads that does not fuse, and kernels of convolutions in another layout. Behind a barrier it is another.
     """
 
     node: int
@@ -938,6 +938,7 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
     """The kernels, in the order of their last nodes."""
     instances = program.instances
     found: dict[int, _Kernel] = {}
+    turned: set[int] = set()
     for number, node in enumerate(program.nodes):
         if not fusion.live[number]:
             continue
@@ -955,9 +956,12 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
                 if root in program.slices and not node.fusible and node.kind != "barrier":
                     kernel.copies.add(root)
         if node.name == _CONVOLUTION and len(node.ins) > 1:
-            root = instances[node.ins[1]].root
-            if root in program.sources and _is_turned(program, node):
-                found[number].copies.add(root)
+            index = node.ins[1]
+            if instances[index].root in program.sources and _is_turned(program, node):
+                found[number].copies.add(index)
+                turned.add(index)
+            elif index in turned:
+                found[number].copies.add(index)
     return [found[number] for number in sorted(found)]
 
 
@@ -1175,21 +1179,27 @@ def _live_ranges(
     position = {node: i for i, k in enumerate(order) for node in (k.node, *k.merged)}
     start: dict[int, int] = {}
     end: dict[int, int] = {}
-    copied: dict[int, int] = {}
+    copied: dict[int, tuple[int, int]] = {}
     for i, kernel in enumerate(order):
         for out in kernel.writes:
             start[out] = min(i, position[moved[out]]) if out in moved else i
             end.setdefault(out, i)
         for root in kernel.reads:
             end[root] = i
-        for root in kernel.copies:
-            copied.setdefault(root, i)
-            end[root] = i
+        for index in kernel.copies:
+            copied[index] = copied.get(index, (i, i))[0], i
     written = {instances[index].root for index in program.results}
     last = len(order) - 1
     results = [_Range(i, instances[i].nbytes, start[i], last) for i in written if i in start]
-    start = {i: at for i, at in start.items() if i not in program.sources} | copied
-    ranges = [_Range(i, instances[i].nbytes, at, end[i]) for i, at in start.items()]
+    ranges = [
+        _Range(i, instances[i].nbytes, at, end[i])
+        for i, at in start.items()
+        if i not in program.sources
+    ]
+    ranges += [
+        _Range(i, instances[i].nbytes, at, max(till, end[i]) if i in program.slices else till)
+        for i, (at, till) in copied.items()
+    ]
     return [r for r in ranges if r.nbytes and r.index not in written], results
 
 
