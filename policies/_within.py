@@ -9,7 +9,7 @@ from remat.errors import BudgetError
 from remat.plan import Certificate, Status
 from remat.policies._ilp_cut import CutBound, once_each
 from remat.policies._segments import grid_search, recursive_segments, sequence_of_saved
-from remat.policies.base import Decision
+from remat.policies.base import Decision, required_saves
 from remat.policies.condense import Condensed
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import Problem, Replayed, replay
@@ -111,9 +111,15 @@ def decision_of(
     least = min(total, round((problem.total_cost + max(bound, 0.0)) * unit))
     kind = "picoseconds of the program, at least" if unit > 1 else "flops of the program, at least"
     status: Status = "optimal" if total == least else "feasible"
-    savable = all(value.savable for value in condensed.graph.values)
+    graph = condensed.graph
+    saved = condensed.saved(found.sequence)
+    savable = all(value.savable for value in graph.values)
+    if (
+        not savable
+    ):  # for `jax.checkpoint`, which keeps named values of the program and follows no order
+        saved = required_saves(graph, frozenset(v for v in saved if graph.values[v].savable))
     return Decision(
-        saved=condensed.saved(found.sequence),
+        saved=saved,
         status=status,
         certificate=Certificate(kind, total, least),
         notes=(f"start: {found.label}", *notes),

@@ -14,7 +14,8 @@ Complexity: exponential in the worst case; about 350 buffers are practical, see 
 relaxation has `nodes * edges` columns, so `approximate` takes up to `_ROUNDING_LIMIT` nodes.
 
 Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.condense`); variables that
-no schedule of the structure uses are left out; a feasible start (minimum cuts, segments) is given to the solver.
+no schedule of the structure uses are left out; a feasible start (minimum
+cuts, segments, local search) is given to the solver.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from remat.graph import Graph
 from remat.policies._checkmate_model import round_lp
 from remat.policies._ilp_cut import cut_bound
 from remat.policies._milp import solve_restricted
+from remat.policies._search import is_compilable, search
 from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
@@ -36,6 +38,7 @@ from remat.policies.problem import peak_of_order
 __all__ = ["Checkmate"]
 
 _ROUNDING_LIMIT = 120
+_START_EFFORT = 1000  # proposals per node of the search that gives the solver its start
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,14 @@ class Checkmate:
                 for label, sequence in starts(condensed, frugal=True):
                     pool.offer(label, sequence)
             start = pool.best or pool.smallest
+            if is_compilable():
+                found = search(
+                    problem,
+                    budget_bytes,
+                    start=start.sequence if start else None,
+                    proposals=_START_EFFORT * len(problem),
+                )
+                start = pool.offer("local search", found.sequence.tolist())
             solved = solve_restricted(
                 problem,
                 budget_bytes,

@@ -15,7 +15,7 @@ A buffer that a single element-wise kernel reads and overwrites is one node with
 
 Coarsening loses plans in which another fused value is kept; the cut of `min_cut` finds those worth it.
 A node's cost is the roofline time of its kernel: arithmetic, or the buffers it reads and writes; matmuls and
-convolutions are taken to reach half of what the data sheet promises.
+convolutions are taken to reach 40 % of what the data sheet promises.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["Condensed", "Objective", "condense"]
 
 Objective = Literal["seconds", "flops"]
 
-# Large matmuls reach two thirds of the data sheet's peak, small ones and convolutions less; element-wise kernels
-# come close to the memory's. Without this factor recomputing a thin convolution would look cheaper than
+# Large matmuls reach two thirds of the data sheet's peak, small ones and convolutions much less; element-wise
+# kernels come close to the memory's. Without this factor recomputing a thin convolution would look cheaper than
 # recomputing the normalisation after it.
-_HEAVY_EFFICIENCY = 0.5
+_HEAVY_EFFICIENCY = 0.4
 
 
 @dataclass(frozen=True, eq=False)

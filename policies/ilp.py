@@ -163,10 +163,11 @@ class Ilp:
                     pool.offer("chain", chain.sequence)
             notes += self._search(pool, self.effort, 1)
         unclear = not self._good_enough(pool, proven, _UNCLEAR) and count <= _EXACT_LIMIT
-        if self.method == "exact" or (
-            self.method == "auto" and (count <= self.exact_limit or unclear)
-        ):
-            proven, note = self._exact(pool, proven)
+        if self.method == "exact" or (self.method == "auto" and count <= self.exact_limit):
+            proven, note = self._exact(pool, proven, self.seconds)
+            notes.append(note)
+        elif self.method == "auto" and unclear:
+            proven, note = self._exact(pool, proven, self.seconds / 4)
             notes.append(note)
         return proven, tuple(notes)
 
@@ -176,13 +177,13 @@ class Ilp:
         total = pool.problem.total_cost
         return pool.best.replayed.extra_cost - proven <= tolerance * (total + proven)
 
-    def _exact(self, pool: Pool, proven: float) -> tuple[float, str]:
+    def _exact(self, pool: Pool, proven: float, seconds: float) -> tuple[float, str]:
         start = pool.best or pool.smallest
         solved = solve_restricted(
             pool.problem,
             pool.budget_bytes,
             start=start.sequence if start else None,
-            seconds=self.seconds,
+            seconds=seconds,
         )
         if solved.sequence is not None:
             pool.offer("integer program", solved.sequence)

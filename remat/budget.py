@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -76,6 +77,7 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
         plan = make_plan(graph, policy, barriers=barriers)
         hold(plan, budget_bytes)
         return replace(plan, budget_bytes=budget_bytes)
+    start = time.perf_counter()
     offered = _Offers(graph, policy, budget_bytes, barriers)
     offered.run(int((1 - _MARGIN) * budget_bytes))
     if offered.best is None:  # nothing leaves the margin
@@ -85,7 +87,9 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
             assert offered.error is not None
             raise offered.error
         raise too_small(offered.smallest, budget_bytes)
-    return replace(offered.best, budget_bytes=budget_bytes)
+    return replace(
+        offered.best, budget_bytes=budget_bytes, solve_seconds=time.perf_counter() - start
+    )
 
 
 class _Offers:
@@ -110,13 +114,14 @@ class _Offers:
     def run(self, aim_bytes: int) -> None:
         """Fills `best`, `smallest` and `error`; `aim_bytes` is what the prediction should come close to."""
         target, low, high = aim_bytes, 0, math.inf
+        self.error = None
         for _ in range(_ATTEMPTS):
             try:
                 plan = self._ask(target, aim_bytes)
             except BudgetError as error:
                 self.error = self.error or error
                 low = max(low, target + 1)
-                target = round(target * _STEP)
+                target = max(round(target * _STEP), error.smallest_peak_bytes or 0)
             else:
                 over = plan.peak_bytes - aim_bytes
                 if over > 0:
@@ -192,18 +197,21 @@ class BodyOption:
         plan: the body's plan.
         seconds: roofline estimate of what it costs per iteration: recomputation, and writing and reading what
             is kept.
-        saved_bytes: kept per iteration; what is the same in every iteration is kept once and not counted.
+        saved_bytes: kept per iteration.
+        fixed_bytes: kept once, because it is the same in every iteration.
     """
 
     plan: Plan
     seconds: float
     saved_bytes: int
+    fixed_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """What all iterations keep, and what one of them needs beside it."""
         trips = self.plan.graph.multiplicity
-        return trips * self.saved_bytes + self.plan.peak_bytes if trips > 1 else self.saved_bytes
+        working = self.plan.peak_bytes if trips > 1 else 0  # without a loop the peak has all of it
+        return trips * self.saved_bytes + self.fixed_bytes + working
 
 
 def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
@@ -242,7 +250,7 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
             barriers=False,
             device=device,
         )
-        options.append(BodyOption(plan, seconds, saved_bytes))
+        options.append(BodyOption(plan, seconds, saved_bytes, prices.fixed_bytes(saved)))
     best: list[BodyOption] = []
     for option in sorted(options, key=lambda o: (o.total_bytes, o.seconds)):
         if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
@@ -256,6 +264,7 @@ class _Prices:
     def __init__(self, condensed: Condensed, device: str) -> None:
         self.condensed = condensed
         self.varying = _varying(condensed.graph) - condensed.graph.alive_anyway
+        self.carried = frozenset(condensed.graph.carried) & frozenset(condensed.graph.inputs)
         self.bandwidth = get_device(device).memory_bytes_per_second
 
     def __call__(self, saved: frozenset[int]) -> tuple[int, float]:
@@ -263,9 +272,34 @@ class _Prices:
         graph, problem = self.condensed.graph, self.condensed.problem
         nodes = {self.condensed.node_of[v] for v in saved if v in self.condensed.node_of}
         sequence = sequence_of_saved(problem, {n for n in nodes if n < problem.turn})
-        saved_bytes = sum(stored_bytes(graph.values[v]) for v in saved & self.varying)
+        held = (saved & self.varying) | self._carried(saved)
+        saved_bytes = sum(stored_bytes(graph.values[v]) for v in held)
         moved = 2 * saved_bytes / self.bandwidth
         return saved_bytes, replay(problem, sequence).extra_cost + moved
+
+    def fixed_bytes(self, saved: frozenset[int]) -> int:
+        """Bytes of what is kept and the same in every iteration."""
+        graph = self.condensed.graph
+        fixed = saved - self.varying - graph.alive_anyway - graph.sources
+        return sum(stored_bytes(graph.values[v]) for v in fixed)
+
+    def _carried(self, saved: frozenset[int]) -> frozenset[int]:
+        """The carried inputs that the backward pass then reads: they are kept once per iteration, too."""
+        graph = self.condensed.graph
+        found: set[int] = set()
+        seen: set[int] = set()
+        todo = [v for v in graph.backward_reads if v not in saved]
+        while todo:
+            value = todo.pop()
+            if value in seen or value in saved:
+                continue
+            seen.add(value)
+            producer = graph.values[value].producer
+            if producer is not None:
+                todo += graph.ops[producer].inputs
+            elif value in self.carried:
+                found.add(value)
+        return frozenset(found)
 
     def dropping(self, saved: frozenset[int], price: tuple[int, float]) -> Iterator[frozenset[int]]:
         """Drops one kept value after the other, each time the one with the most bytes per second."""
@@ -385,17 +419,26 @@ class BudgetSession:
             limit = limit_bytes(self.limit, peak_bytes(graph))
             return plan_within(graph, self.policy, limit, barriers=barriers)
         plan = make_plan(graph, MinCut(device=self.device), barriers=barriers)
-        return replace(plan, policy_name=self.policy.name, options=describe_options(self.policy))
+        return replace(
+            plan,
+            policy_name=self.policy.name,
+            options=describe_options(self.policy),
+            status="heuristic",  # the cut's proof says nothing of the loops
+            certificate=None,
+            notes=("outside of loops: a minimum cut", *plan.notes),
+        )
 
     def again(self, plan: Plan) -> bool:
         """Looks at a finished plan, its loops included; True asks to plan once more."""
         if not self.bodies:
             return False
         limit = limit_bytes(self.limit, plan.baseline_peak_bytes)
-        self.rounds += 1
-        fits = plan.peak_bytes <= limit
         if self.least is None:
             self.least = plan
+        if self.least.peak_bytes <= (1 - _MARGIN) * limit:
+            limit = int((1 - _MARGIN) * limit)
+        self.rounds += 1
+        fits = plan.peak_bytes <= limit
         if self.within is not None:  # the loops keep the least, and the rest has to give
             missing = plan.peak_bytes - limit
             self.within -= missing
@@ -490,6 +533,7 @@ def choose_options(
             (
                 used
                 + trips[loop] * (option.saved_bytes - menu[0].saved_bytes)
+                + (option.fixed_bytes - menu[0].fixed_bytes)
                 + max(0, option.plan.peak_bytes - menu[0].plan.peak_bytes),
                 seconds + trips[loop] * option.seconds,
                 (*choice, index),
@@ -514,7 +558,7 @@ def _above_least(
     options = [menu[index] for menu, index in zip(menus, choice, strict=True)]
     least = [menu[0] for menu in menus]
     kept = sum(
-        n * (option.saved_bytes - first.saved_bytes)
+        n * (option.saved_bytes - first.saved_bytes) + option.fixed_bytes - first.fixed_bytes
         for n, option, first in zip(trips, options, least, strict=True)
     )
     working = max((option.plan.peak_bytes for option in options), default=0)

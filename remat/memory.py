@@ -11,22 +11,29 @@ of XLA:GPU that decide about memory, without compiling:
    every result and gradient. Any other value is a buffer only if several kernels read it and writing it once takes
    less time than making it in each of them. Kernels of one size that do not depend on one another count as one:
    XLA merges them into a kernel with several results.
-3. *Early kernels.* What is made from next to nothing (random bits, masks unpacked from bits) is made for all equal
-   shapes in one kernel, as early as the first of them: XLA merges these across the whole program. The zeros that
-   the gradient of a max pool is scattered into are made with the first ReLU of their shape.
-4. *Order.* That of the schedule, or the same with those gradients late that are larger than what they are made
-   from, whichever peaks lower with the results counted: the choice XLA's schedulers make. In the backward loop of a
-   `scan` all gradients that are stacked come last.
-5. *Places.* Element-wise kernels and scatters write into an operand that dies there and has the same size.
-   Temporaries are put into results that are not there yet, largest first, into the smallest that fits.
-6. *Loops.* A loop holds its operands, its results and what one iteration needs. In the body, what was stacked is
+3. *Zeros.* A scatter, the gradient of a max pool and a loop that stacks write over zeros. XLA has one array of
+   zeros of a shape, and where it must be in memory, all read it that would otherwise have a zero in their code (a
+   ReLU, its gradient, a dropout): it is there from the first to the last of them, and what writes over zeros writes
+   over a copy that is made as early. A scatter into zeros that is only added to an array scatters into that array.
+   The gradient of a max pool first finds where every window has its largest: an array of indices per dimension.
+4. *Early kernels.* What is made from next to nothing (random bits, masks unpacked from bits) is made for all equal
+   shapes in one kernel, as early as the first of them: XLA merges these across the whole program.
+5. *Order.* That of the schedule, or the same with those gradients late that are larger than what they are made
+   from, whichever peaks lower with the results counted: the choice XLA's schedulers make. In the backward loop of
+   a `scan` all gradients that are stacked come last. Element-wise kernels that read one array of their size and do
+   not need each other are one kernel, which runs when the last of them could.
+6. *Places.* Element-wise kernels and scatters write into an operand that dies there and has the same size, if that
+   is the only result of another kernel and no barrier is between them; transpositions do not, nor does what a
+   scatter then writes over. Temporaries are put into results that are not there yet, largest first, into the
+   smallest that fits.
+7. *Loops.* A loop holds its operands, its results and what one iteration needs. In the body, what was stacked is
    read as slices; a slice is a buffer if an operator that does not fuse reads it.
 
 What is not modelled: XLA's freedom to interleave independent work (where many small arrays compete it finds better
-and worse orders than ours), fragmentation, the scratch space of libraries, most copies for layouts, the padding of
-pools (the graph does not tell it). `benchmarks/memory_model.py` holds the model against the compiler.
+and worse orders than ours), fragmentation, the scratch space of libraries and of matmuls whose long sum is split,
+most copies for layouts. `benchmarks/memory_model.py` holds the model against the compiler.
 
-Rules 2 to 5 follow XLA's `priority_fusion`, `multi_output_fusion`, `hlo_memory_scheduler` and `buffer_assignment`;
+Rules 2 to 6 follow XLA's `priority_fusion`, `multi_output_fusion`, `hlo_memory_scheduler` and `buffer_assignment`;
 the only numbers are the cost of an operator in additions and that of an addition in bytes.
 
 Complexity: linear in the steps, but for the reachability bits (quadratic in bits) and the search for places (the
@@ -36,9 +43,11 @@ number of large temporaries times that of the results).
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -276,12 +285,13 @@ def predict(
             their plain programs count.
     """
     working = _working(graph, loops, plain=schedule is None)
-    builder = _Builder(graph, working)
-    builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
-    builder.run(_steps(graph, schedule))
-    program = builder.program
-    program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
-    return _predict(program)
+    with _uncollected():
+        builder = _Builder(graph, working)
+        builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
+        builder.run(_steps(graph, schedule))
+        program = builder.program
+        program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
+        return _predict(program)
 
 
 def predict_body(
@@ -359,6 +369,18 @@ def _is_named(program: _Program, instance: _Instance) -> bool:
         return True
     producer = program.graph.values[instance.value].producer
     return producer is not None and _is_constant(program.graph.ops[producer])
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: nothing here is cyclic, and looking for cycles takes 40 % of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _steps(graph: Graph, schedule: Schedule | None) -> list[_Action]:
@@ -443,7 +465,7 @@ def _is_added_up(graph: Graph, op: Op) -> bool:
     )
 
 
-def _shared_zeros(graph: Graph) -> frozenset[_ArrayKind]:
+def _shared_zeros(graph: Graph, added: frozenset[int]) -> frozenset[_ArrayKind]:
     """The zeros that both kernels that fuse and operators that write over them read.
 
     XLA has one array of zeros of a kind, written to memory for a scatter or a loop, which writes over a copy. All
@@ -455,12 +477,10 @@ def _shared_zeros(graph: Graph) -> frozenset[_ArrayKind]:
     for op in graph.ops:
         if op.name == "scan":
             written.update(_array_kind(graph.values[value]) for value in op.outputs)
-        elif _fills(graph, op) and not _is_added_up(graph, op):
+        elif _fills(graph, op) and op.id not in added:
             written.add(_array_kind(graph.values[op.outputs[0]]))
-        elif op.name == "max" and len(op.inputs) == 1:
-            read.add(_array_kind(graph.values[op.outputs[0]]))
-        elif _is_constant(op) and any(
-            graph.ops[user].fusible for user in graph.users[op.outputs[0]]
+        elif (op.name == "max" and len(op.inputs) == 1) or (
+            _is_constant(op) and any(graph.ops[user].fusible for user in graph.users[op.outputs[0]])
         ):
             read.add(_array_kind(graph.values[op.outputs[0]]))
     return frozenset(kind for kind in written & read if kind[1])
@@ -479,7 +499,8 @@ class _Builder:
         self.bits: dict[int, int] = {}
         self._seen: dict[Hashable, list[int]] = {}
         self._ran: set[int] = set()
-        self._shared = _shared_zeros(graph)
+        self._added = frozenset(op.id for op in graph.ops if _is_added_up(graph, op))
+        self._shared = _shared_zeros(graph, self._added)
         # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
         self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
 
@@ -560,21 +581,25 @@ class _Builder:
         return self._seen[key][0]
 
     def _compute(self, step: int, op: Op) -> None:
-        if _is_added_up(self.graph, op):
+        if op.id in self._added:
             ins = tuple(self._instance(step, v) for v in op.inputs[op.name != _POOL_GRADIENT :])
             if op.name == _POOL_GRADIENT:
                 ins = self._indices(step, op, ins)
             self.raw.pop(op.outputs[0], None)
             self._postponed[op.outputs[0]] = op, ins
             return
-        later = [v for v in op.inputs if v in self._postponed] if op.name == "add_any" else []
+        postponed = self._postponed and op.name == "add_any"
+        later = [v for v in op.inputs if v in self._postponed] if postponed else []
         if later:
             added, ins = self._postponed.pop(later[0])
             other = op.inputs[op.inputs[0] == later[0]]
             ins = (*ins, self._instance(step, other))
             self.raw[op.outputs[0]] = self._node(step, added, ins, op.outputs)[0]
             return
-        ins = tuple(self._instance(step, v) for v in op.inputs)
+        if self._postponed:
+            ins = tuple(self._instance(step, v) for v in op.inputs)
+        else:
+            ins = tuple([self.raw[v] for v in op.inputs])
         if op.name == "optimization_barrier" and len(ins) == len(op.outputs):
             for value, tied in zip(op.outputs, self._tie(step, op, ins), strict=True):
                 self.raw[value] = tied
@@ -806,10 +831,11 @@ class _Fusion:
                     continue
                 self.reads[out] = min(nbytes, reads) if readers > 1 else reads
                 self.work[out] = work
-                found = frozenset().union(*(self.leaves[index] for index in node.ins))
-                self.leaves[out] = frozenset(
-                    leaf for leaf in found if instances[leaf].nbytes >= _NOTHING * nbytes
-                )
+                found = self._union(self.leaves, node.ins)
+                least = _NOTHING * nbytes
+                if any([instances[leaf].nbytes < least for leaf in found]):
+                    found = frozenset([leaf for leaf in found if instances[leaf].nbytes >= least])
+                self.leaves[out] = found
 
     def _cost(self, node: _Node, out: int) -> tuple[float, float]:
         instances = self.program.instances
@@ -830,25 +856,40 @@ class _Fusion:
             node = nodes[number]
             if not self.live[number]:
                 continue
-            readers = [user for out in node.outs for user in self.users[out]]
-            kernels = frozenset().union(*(self.kernels[user] for user in readers))
+            outs = node.outs
+            readers = self.users[outs[0]] if len(outs) == 1 else self._readers(outs)
+            kernels = self._union(self.kernels, readers)
             written = (
                 not node.fusible
                 or node.reduces
-                or not results.isdisjoint(node.outs)
-                or any(not nodes[user].fusible for user in readers)
+                or any([not nodes[user].fusible for user in readers])
+                or not results.isdisjoint(outs)
                 or (len(kernels) > 1 and self._written_once(node, kernels))
             )
             if written or not kernels:
-                self.kernels[number] = frozenset((number,))
-                for out in node.outs:
+                kernels = frozenset((number,))
+                for out in outs:
                     self.is_buffer[out] = True
-            else:
-                self.kernels[number] = kernels
-            for kernel in self.kernels[number]:
-                self.read_by.setdefault(kernel, set()).update(
-                    *(self.leaves[index] for index in node.ins)
-                )
+            self.kernels[number] = kernels
+            for kernel in kernels:
+                read = self.read_by.setdefault(kernel, set())
+                for index in node.ins:
+                    read |= self.leaves[index]
+
+    def _readers(self, outs: Sequence[int]) -> list[int]:
+        return [user for out in outs for user in self.users[out]]
+
+    @staticmethod
+    def _union(sets: Sequence[frozenset[int]], of: Sequence[int]) -> frozenset[int]:
+        """The union; without a new set where there is one that holds the others."""
+        if not of:
+            return frozenset()
+        found = sets[of[0]]
+        for index in of[1:]:
+            other = sets[index]
+            if not other <= found:
+                found = other if found <= other else found | other
+        return found
 
     def _written_once(self, node: _Node, kernels: frozenset[int]) -> bool:
         """Whether one write and a read per kernel cost less than making it in every kernel.
@@ -859,7 +900,7 @@ class _Fusion:
         out = node.outs[0]
         nbytes = instances[out].nbytes
         reads, work = self._cost(node, out)
-        leaves = frozenset().union(*(self.leaves[index] for index in node.ins))
+        leaves = self._union(self.leaves, node.ins)
         whole = sum(instances[leaf].nbytes for leaf in leaves)
         scale = min(1.0, reads / whole) if whole else 0.0
 
@@ -933,6 +974,14 @@ class _Kernel:
     merged: list[int] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
 
+    def merge(self, other: _Kernel) -> None:
+        """Takes over what another kernel does."""
+        self.reads |= other.reads
+        self.writes = other.writes + self.writes
+        self.after |= other.after
+        self.merged += [other.node, *other.merged]
+        self.copies |= other.copies
+
 
 def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
     """The kernels, in the order of their last nodes."""
@@ -966,51 +1015,50 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
 
 
 def _siblings(program: _Program, fusion: _Fusion, kernels: list[_Kernel]) -> list[_Kernel]:
-    """The kernels with those merged that read one array, walk over as many elements and do not depend on each other.
+    """The kernels with those merged that read one array of the size they walk over and do not need each other.
 
     XLA makes one kernel with several results of them. It runs when the last of them could, so what the first makes
     and what is made from that comes later.
     """
-    nodes = program.nodes
-    order = list(kernels)
+    instances = program.instances
     last: dict[int, _Kernel] = {}  # by array, the last element-wise kernel that read it
-    done: list[_Kernel] = []
+    order: list[_Kernel] = []
     place: dict[int, int] = {}
-    for kernel in order:
-        node = nodes[kernel.node]
-        place[kernel.node] = len(done)
-        done.append(kernel)
-        if not kernel.writes or not node.fusible or node.reduces or node.kind != "op":
+    for kernel in kernels:
+        node = program.nodes[kernel.node]
+        place[kernel.node] = len(order)
+        order.append(kernel)
+        if node.kind != "op" or not node.fusible or node.reduces or not kernel.writes:
             continue
         size = fusion.size(kernel.node)
-        for root in sorted(kernel.reads):
-            other = last.get(root)
-            last[root] = kernel
-            if other is None or other is kernel or not other.writes or fusion.size(other.node) != size:
+        for root in sorted(root for root in kernel.reads if instances[root].elements == size):
+            other, last[root] = last.get(root), kernel
+            if other is None or fusion.size(other.node) != size:
                 continue
-            if program.instances[root].elements != size:
+            start, end = place[other.node], place[kernel.node]
+            if order[start] is not other or not 0 < end - start <= _FAR:
                 continue
-            start = place[other.node]
-            if done[start] is not other or len(done) - start > _FAR:
+            later = _dependent(order[start : end + 1])
+            if later[-1:] == [kernel]:
                 continue
-            made, depends = {other.node, *other.merged}, []
-            for between in done[start + 1 : -1]:
-                if not made.isdisjoint(between.after):
-                    made.update((between.node, *between.merged))
-                    depends.append(between)
-            if not made.isdisjoint(kernel.after):
-                continue
-            kernel.after |= other.after
-            kernel.reads |= other.reads
-            kernel.copies |= other.copies
-            kernel.writes = other.writes + kernel.writes
-            kernel.merged += [other.node, *other.merged]
-            moving = {id(k) for k in depends}
-            rest = [k for k in done[start + 1 : -1] if id(k) not in moving]
-            done[start:] = [*rest, kernel, *depends]
-            for index in range(start, len(done)):
-                place[done[index].node] = index
-    return done
+            kernel.merge(other)
+            moved = {member.node for member in later}
+            rest = [member for member in order[start + 1 : end] if member.node not in moved]
+            order[start : end + 1] = [*rest, kernel, *later]
+            for index in range(start, len(order)):
+                place[order[index].node] = index
+    return order
+
+
+def _dependent(kernels: list[_Kernel]) -> list[_Kernel]:
+    """Those of some kernels, in their order, that need the first."""
+    made = {kernels[0].node, *kernels[0].merged}
+    found: list[_Kernel] = []
+    for kernel in kernels[1:]:
+        if not made.isdisjoint(kernel.after):
+            made.update((kernel.node, *kernel.merged))
+            found.append(kernel)
+    return found
 
 
 def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
@@ -1098,11 +1146,19 @@ class _Range:
 
 
 @dataclass(frozen=True)
+class _Layout:
+    """An order of kernels with the live ranges of temporaries, and of results from when they are written."""
+
+    order: list[_Kernel]
+    ranges: list[_Range]
+    results: list[_Range]
+
+
+@dataclass(frozen=True)
 class _Timeline:
     """An order of kernels with what is alive."""
 
     order: list[_Kernel]
-    heap_bytes: int
     peak_bytes: int
     at: int
     outside: list[_Range]
@@ -1116,7 +1172,7 @@ def _predict(program: _Program) -> Prediction:
     orders = [_deferred(program, kernels)]
     if not program.stacks:
         orders.append(kernels)
-    found = min((_timeline(program, order, moved) for order in orders), key=lambda t: t.heap_bytes)
+    found = _timeline(program, min((_laid_out(program, o, moved) for o in orders), key=_heap))
     at = found.at
     listed = [_describe(program, r.index, r.nbytes) for r in found.outside if _covers(r, at)]
     node = program.nodes[found.order[at].node] if at >= 0 else None
@@ -1130,14 +1186,11 @@ def _predict(program: _Program) -> Prediction:
     )
 
 
-def _timeline(program: _Program, order: list[_Kernel], moved: Mapping[int, int]) -> _Timeline:
-    ranges, results = _live_ranges(program, order, moved)
-    places = set() if program.in_loop else _in_results(ranges, results)
+def _timeline(program: _Program, layout: _Layout) -> _Timeline:
+    order, ranges = layout.order, layout.ranges
+    places = set() if program.in_loop else _in_results(ranges, layout.results)
     outside = [r for i, r in enumerate(ranges) if i not in places]
-    change = [0] * (len(order) + 2)
-    for found in outside:
-        change[found.start] += found.nbytes
-        change[found.end + 1] -= found.nbytes
+    change = _changes(outside, len(order))
     for start, nbytes in _overwritten(program, order, outside):
         change[start] -= nbytes
         change[start + 1] += nbytes
@@ -1148,33 +1201,29 @@ def _timeline(program: _Program, order: list[_Kernel], moved: Mapping[int, int])
         total = alive + (working.peak_bytes if working else 0)
         if total > peak:
             peak, at = total, position
-    return _Timeline(
-        order,
-        _heap(ranges + results, len(order)),
-        peak,
-        at,
-        outside,
-        [ranges[i] for i in sorted(places)],
-    )
+    return _Timeline(order, peak, at, outside, [ranges[i] for i in sorted(places)])
 
 
-def _heap(ranges: list[_Range], length: int) -> int:
-    """The largest number of bytes alive, results counted from when they are written to the end."""
-    change = [0] * (length + 1)
+def _changes(ranges: Iterable[_Range], length: int) -> list[int]:
+    """By how many bytes what is alive grows at every position of an order, and behind it."""
+    change = [0] * (length + 2)
     for found in ranges:
         change[found.start] += found.nbytes
         change[found.end + 1] -= found.nbytes
-    return max(itertools.accumulate(change))
+    return change
+
+
+def _heap(layout: _Layout) -> int:
+    """The largest number of bytes alive, results counted from when they are written to the end."""
+    ranges = itertools.chain(layout.ranges, layout.results)
+    return max(itertools.accumulate(_changes(ranges, len(layout.order))))
 
 
 def _covers(found: _Range, at: int) -> bool:
     return found.start <= at <= found.end
 
 
-def _live_ranges(
-    program: _Program, order: list[_Kernel], moved: Mapping[int, int]
-) -> tuple[list[_Range], list[_Range]]:
-    """The live ranges of temporaries, and of results from when they are written."""
+def _laid_out(program: _Program, order: list[_Kernel], moved: Mapping[int, int]) -> _Layout:
     instances = program.instances
     position = {node: i for i, k in enumerate(order) for node in (k.node, *k.merged)}
     start: dict[int, int] = {}
@@ -1200,7 +1249,7 @@ def _live_ranges(
         _Range(i, instances[i].nbytes, at, max(till, end[i]) if i in program.slices else till)
         for i, (at, till) in copied.items()
     ]
-    return [r for r in ranges if r.nbytes and r.index not in written], results
+    return _Layout(order, [r for r in ranges if r.nbytes and r.index not in written], results)
 
 
 def _is_turned(program: _Program, node: _Node) -> bool:
@@ -1221,23 +1270,35 @@ def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
     for place in sorted(results, key=lambda r: r.start):
         starts.setdefault(place.nbytes, []).append(place.start)
     sizes = sorted(starts)
-    taken: dict[tuple[int, int], list[_Range]] = {}
+    # Of every place the borders of what lies in it: from when to when, in turn.
+    taken = {size: [[] for _ in starts[size]] for size in sizes}
     inside: set[int] = set()
     for index in sorted(range(len(ranges)), key=lambda i: -ranges[i].nbytes):
         found = ranges[index]
         if found.nbytes < least:
             break
-        places = (
-            taken.setdefault((size, number), [])
-            for size in sizes[bisect.bisect_left(sizes, found.nbytes) :]
-            for number in range(bisect.bisect_right(starts[size], found.end), len(starts[size]))
-        )
-        for place in places:
-            if all(found.end < other.start or other.end < found.start for other in place):
-                place.append(found)
-                inside.add(index)
-                break
+        if _place(found, starts, sizes, taken):
+            inside.add(index)
     return inside
+
+
+def _place(
+    found: _Range,
+    starts: Mapping[int, list[int]],
+    sizes: list[int],
+    taken: Mapping[int, list[list[int]]],
+) -> bool:
+    """Whether a temporary fits into a result; if so, it is noted there."""
+    first, last = found.start, found.end
+    for size in itertools.islice(sizes, bisect.bisect_left(sizes, found.nbytes), None):
+        places = taken[size]
+        for number in range(bisect.bisect_right(starts[size], last), len(places)):
+            borders = places[number]
+            at = bisect.bisect_left(borders, first)
+            if not at % 2 and (at == len(borders) or borders[at] > last):
+                borders[at:at] = (first, last)
+                return True
+    return False
 
 
 def _overwritten(
@@ -1245,10 +1306,10 @@ def _overwritten(
 ) -> list[tuple[int, int]]:
     """Where a kernel writes into an operand that dies there: position and bytes counted twice.
 
-    XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if that
+    XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if it
     made several arrays, as do a loop and a call of a library (a convolution: its result and its scratch space).
-    Of several results of merged kernels in a type narrower than the one they are computed in (bfloat16) XLA was seen
-    to write one in place, of float32 all.
+    Of the results of merged kernels XLA was seen to write one in place if they are in a type narrower than the one
+    they are computed in (bfloat16), all if in float32.
     """
     nodes, instances = program.nodes, program.instances
     tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}

@@ -192,6 +192,226 @@ def test_what_is_alive_at_the_peak_is_listed_largest_first_and_is_not_less_than_
     assert {buffer.op for buffer in found.at_peak} <= {"dot", "tanh", "add"}
 
 
+# --- what is written in place ------------------------------------------------------------------------
+
+
+def overwriting(
+    made_by: str = "dot", last: str = "add", *, tied: bool = False, scattered: bool = False
+) -> Graph:
+    """`x -> made_by -> a -> last -> b`, of which only a number is kept; `a` dies where `b` is made."""
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    a = builder.op(made_by, [x], BIG, fusible=False)
+    if tied:
+        a = builder.op("optimization_barrier", [a], BIG, fusible=False)
+    b = builder.op(last, [a], BIG)
+    if scattered:
+        b = builder.op("scatter-add", [b, builder.input((4,))], BIG, fusible=False)
+    total = builder.op("argmax", [b], (), fusible=False)
+    ct = builder.cotangent(())
+    return builder.build([total], [builder.op("add", [total, ct], ())])
+
+
+def test_a_kernel_writes_into_what_another_kernel_made_and_nothing_is_between() -> None:
+    assert predict(overwriting()).peak_bytes == BIG_BYTES
+    assert predict(overwriting(tied=True)).peak_bytes == 2 * BIG_BYTES
+
+
+def test_a_kernel_does_not_write_into_one_of_several_results_of_a_library() -> None:
+    assert predict(overwriting("conv_general_dilated")).peak_bytes == 2 * BIG_BYTES
+
+
+def test_a_transposition_does_not_write_into_its_operand() -> None:
+    assert predict(overwriting(last="transpose")).peak_bytes == 2 * BIG_BYTES
+
+
+def test_what_a_scatter_writes_over_does_not_lie_in_a_dying_operand_but_the_scatter_in_it() -> None:
+    assert predict(overwriting(scattered=True)).peak_bytes == 2 * BIG_BYTES
+
+
+# --- zeros, scatters and pools -----------------------------------------------------------------------
+
+
+def test_a_scatter_into_zeros_that_is_added_to_an_array_scatters_into_the_array() -> None:
+    """Gradients of a cross entropy: `softmax + scatter(zeros)` needs one array, not two."""
+
+    def graph(again: bool) -> Graph:
+        builder = GraphBuilder()
+        ct = builder.cotangent(BIG)
+        where = builder.input((4,))
+        softmax = builder.op("dot", [ct], BIG)
+        zeros = builder.op("broadcast_in_dim", [], BIG)
+        hot = builder.op("scatter-add", [zeros, where, where], BIG, fusible=False)
+        total = builder.op("add_any", [softmax, hot], BIG)
+        readers = [total, hot] if again else [total]
+        return builder.build([], [builder.op("dot", readers, (4,))])
+
+    assert predict(graph(again=False)).peak_bytes == BIG_BYTES
+    # Read by another, it is an array of its own, in which the sum then cannot lie.
+    assert predict(graph(again=True)).peak_bytes == 2 * BIG_BYTES
+
+
+def test_a_postponed_scatter_runs_where_a_barrier_or_another_scatter_needs_it() -> None:
+    builder = GraphBuilder()
+    ct = builder.cotangent(BIG)
+    where = builder.input((4,))
+    parts = []
+    for _ in range(2):
+        zeros = builder.op("broadcast_in_dim", [], BIG)
+        parts.append(builder.op("scatter-add", [zeros, where, ct], BIG, fusible=False))
+    graph = builder.build([], [builder.op("add_any", parts, BIG)])
+    # The one scatters into what the other made: the gradient alone is left, and the other lies in it.
+    assert predict(graph).peak_bytes == BIG_BYTES
+    steps = [Step("turn"), *(Step("compute", i) for i in range(4))]
+    tied = (*steps, Step("barrier", values=(parts[0], parts[1])), Step("compute", 4))
+    assert predict(graph, Schedule(tied)).peak_bytes == 2 * BIG_BYTES
+
+
+POOLED = (512, 512)
+POOLED_BYTES = BIG_BYTES // 4
+
+
+def pool(
+    *, padded: bool = False, overlapping: bool = True, made_by: str = "dot", relu: bool = True
+) -> Graph:
+    """`x -> made_by -> ReLU -> max pool -> matmul`, whose gradient is `select(mask, pool gradient, zeros)`."""
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    before = builder.op(made_by, [x], BIG, fusible=False)
+    active = builder.op("max", [before], BIG) if relu else before
+    mask = builder.op("gt", [active], BIG, "bool") if relu else None
+    small = builder.op(
+        "reduce_window_max", [active], POOLED, fusible=not overlapping, kind="REDUCTION"
+    )
+    y = builder.op("dot", [small], ())
+    ct = builder.cotangent(())
+    back = builder.op("dot", [ct], POOLED)
+    wide = builder.op(
+        "select_and_scatter_add", [back, active], BIG, fusible=False, padded=padded, kind="INDEXED"
+    )
+    if mask is not None:
+        zeros = builder.op("broadcast_in_dim", [], BIG)
+        wide = builder.op("select_n", [mask, zeros, wide], BIG)
+    return builder.build([y], [builder.op("dot", [wide], ())])
+
+
+def test_a_pool_gradient_and_a_relu_share_zeros_and_the_gradient_writes_over_a_copy() -> None:
+    found = predict(pool())
+    sizes = sorted((buffer.nbytes for buffer in found.at_peak), reverse=True)
+    # At the scatter: the active array, the zeros that the ReLU's gradient will read, a copy that is written over;
+    # the gradient of the pool's result and two arrays of indices.
+    assert found.peak_bytes == 3 * BIG_BYTES + 3 * POOLED_BYTES
+    assert sizes.count(POOLED_BYTES) == 3
+    assert [b.label for b in found.at_peak].count("i32[512,512]") == 2
+
+
+def test_a_padded_pool_gradient_and_one_without_a_relu_have_zeros_of_their_own() -> None:
+    # Zeros of another shape: only the result, the active array and what the scatter reads.
+    assert predict(pool(padded=True)).peak_bytes == 2 * BIG_BYTES + 3 * POOLED_BYTES
+    assert predict(pool(relu=False)).peak_bytes == 2 * BIG_BYTES + 3 * POOLED_BYTES
+
+
+def test_a_pool_whose_windows_do_not_overlap_makes_what_it_reads() -> None:
+    """The kernel that finds the indices computes the ReLU again; else the ReLU's result is a buffer."""
+    relu = 1 + 1  # value of the ReLU: after x and the product
+    assert buffers(pool(overlapping=False))[relu] == 0
+    assert buffers(pool(overlapping=True))[relu] == BIG_BYTES
+
+
+def test_zeros_that_a_loop_stacks_into_are_there_from_the_first_that_reads_them() -> None:
+    """A dropout reads zeros of the shape of what a loop stacks: XLA keeps them for the loop."""
+
+    def graph(shape: tuple[int, int]) -> Graph:
+        builder = GraphBuilder()
+        x = builder.input(BIG)
+        mask = builder.input(BIG, "bool")
+        zeros = builder.op("broadcast_in_dim", [], BIG)
+        kept = builder.op("select_n", [mask, zeros, x], BIG)
+        y = builder.op("dot", [kept], ())
+        ct = builder.cotangent(())
+        (stack,) = builder.ops_with("scan", [ct], [(shape, "float32", ())], fusible=False)
+        return builder.build([y], [builder.op("dot", [stack], ())])
+
+    assert predict(graph((8, 8))).peak_bytes == BIG_BYTES
+    assert predict(graph(BIG)).peak_bytes == 2 * BIG_BYTES
+
+
+def test_a_trace_tells_which_pools_are_padded() -> None:
+    def graph_of(padding: str | tuple[tuple[int, int], ...]) -> bool:
+        def loss(x: jax.Array) -> jax.Array:
+            pooled = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (3, 3), (2, 2), padding)
+            return jnp.sum(pooled * pooled)
+
+        plan = remat.plan(loss, jax.ShapeDtypeStruct((16, 16), jnp.float32), remat_policy="full")
+        (op,) = (op for op in plan.graph.ops if op.name == "select_and_scatter_add")
+        return op.padded
+
+    assert graph_of(((1, 1), (1, 1)))
+    assert not graph_of("SAME")  # 16 elements by twos: one row behind the last
+    assert not graph_of("VALID")
+
+
+# --- kernels with several results --------------------------------------------------------------------
+
+
+def two_of_one(*, needed: bool = False, kept: bool = False, dtype: str = "float32") -> Graph:
+    """A layer's gradient: `gelu(h)`, for the weight's gradient, and `gelu'(h) * g` read the product `h`.
+
+    Args:
+        needed: whether the second reads what is made from the first.
+        kept: whether the product is read once more at the end.
+    """
+    builder = GraphBuilder()
+    ct = builder.cotangent(BIG, dtype)
+    h = builder.op("dot", [ct], BIG, dtype)
+    first = builder.op("mul", [h], BIG, dtype)
+    weight = builder.op("dot", [first, ct], (8,), dtype)
+    g = builder.op("dot", [ct, weight] if needed else [ct], BIG, dtype)
+    second = builder.op("mul", [h, g], BIG, dtype)
+    last = builder.op("dot", [second, h] if kept else [second], (8,), dtype)
+    return builder.build([], [weight, last])
+
+
+def test_independent_kernels_that_read_one_array_are_one_that_runs_when_the_last_could() -> None:
+    # Run as written, `first` is dead before `g` is made: `h` and what `g` becomes. Merged, both results are there:
+    # one lies in `g`, none in `h`.
+    assert predict(two_of_one(kept=True)).peak_bytes == 3 * BIG_BYTES
+    assert predict(two_of_one(kept=True, needed=True)).peak_bytes == 2 * BIG_BYTES
+    # Where `h` dies too, both lie in what they are made from.
+    assert predict(two_of_one()).peak_bytes == 2 * BIG_BYTES
+
+
+def test_of_several_bfloat16_results_one_is_written_in_place() -> None:
+    half = BIG_BYTES // 2
+    assert predict(two_of_one(dtype="bfloat16")).peak_bytes == 3 * half
+    assert predict(two_of_one(dtype="bfloat16", needed=True)).peak_bytes == 2 * half
+
+
+def test_a_convolution_behind_a_barrier_reads_a_copy_of_its_own_of_its_weights() -> None:
+    """A copy in another layout lives from the first to the last convolution that reads the same array."""
+    taps = (3, 3, 256, 256)
+    image = (1, 8, 8, 256)
+
+    def graph(tied: bool) -> Graph:
+        builder = GraphBuilder()
+        x = builder.input(image)
+        weights = builder.input(taps)
+        y = builder.op("conv_general_dilated", [x, weights], image, fusible=False)
+        total = builder.op("dot", [y], ())
+        ct = builder.cotangent(())
+        wide = builder.op("dot", [ct], BIG)
+        back = builder.op("dot", [wide], image)
+        if tied:
+            weights = builder.op("optimization_barrier", [weights], taps, fusible=False)
+        own = builder.op("conv_general_dilated", [back, weights], image, fusible=False)
+        return builder.build([total], [builder.op("dot", [own], ())])
+
+    copy = 4 * 3 * 3 * 256 * 256
+    small = 4 * 8 * 8 * 256
+    assert predict(graph(tied=False)).peak_bytes == copy + BIG_BYTES + small
+    assert predict(graph(tied=True)).peak_bytes == BIG_BYTES + small
+
+
 # --- laws --------------------------------------------------------------------------------------------
 
 
