@@ -109,7 +109,7 @@ def decision_of(
     unit = _UNITS_PER_COST if condensed.objective == "seconds" else 1
     total = round((problem.total_cost + found.replayed.extra_cost) * unit)
     least = min(total, round((problem.total_cost + max(bound, 0.0)) * unit))
-    kind = "picoseconds of the program, at least" if unit > 1 else "flops of the program, at least"
+    kind = "whole program in picoseconds" if unit > 1 else "whole program in flops"
     status: Status = "optimal" if total == least else "feasible"
     graph = condensed.graph
     saved = condensed.saved(found.sequence)

@@ -113,7 +113,7 @@ class Condensed:
             for v in self.graph.gradients
             if self.node_of.get(v, self.problem.turn) < self.problem.turn
         }
-        return forward_gradients | {v for node in kept for v in self.values_of[node]}
+        return frozenset(forward_gradients | {v for node in kept for v in self.values_of[node]})
 
 
 def condense(

@@ -35,7 +35,7 @@ __all__ = [
     "Limit",
     "body_options",
     "choose_options",
-    "hold",
+    "held",
     "limit_bytes",
     "plan_within",
     "too_small",
@@ -75,8 +75,7 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
     """
     if not isinstance(policy, BudgetPolicy):
         plan = make_plan(graph, policy, barriers=barriers)
-        hold(plan, budget_bytes)
-        return replace(plan, budget_bytes=budget_bytes)
+        return held(plan, budget_bytes)
     start = time.perf_counter()
     offered = _Offers(graph, policy, budget_bytes, barriers)
     offered.run(int((1 - _MARGIN) * budget_bytes))
@@ -157,10 +156,16 @@ def _program_cost(plan: Plan) -> float:
     return plan.recompute_seconds if plan.certificate is None else float(plan.certificate.value)
 
 
-def hold(plan: Plan, budget_bytes: int) -> None:
-    """Raises BudgetError if a plan's predicted peak is above a budget."""
+def held(plan: Plan, limit: Limit) -> Plan:
+    """Returns the plan with its budget written on it.
+
+    Raises:
+        BudgetError: its predicted peak is above the limit.
+    """
+    budget_bytes = limit_bytes(limit, plan.baseline_peak_bytes)
     if plan.peak_bytes > budget_bytes:
         raise too_small(plan, budget_bytes)
+    return replace(plan, budget_bytes=budget_bytes)
 
 
 def too_small(plan: Plan, budget_bytes: int) -> BudgetError:
@@ -357,8 +362,9 @@ class _Body:
         del plan
         return False
 
-    def check(self, plan: Plan) -> None:
+    def finish(self, plan: Plan) -> Plan:
         """The session holds the whole function to the budget."""
+        return plan
 
     def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
         """Whatever the loops were planned to is right."""
@@ -489,13 +495,13 @@ class BudgetSession:
             body.chosen = index
         return chosen != before
 
-    def check(self, plan: Plan) -> None:
+    def finish(self, plan: Plan) -> Plan:
         """Holds the finished plan to the limit.
 
         Raises:
             BudgetError: the predicted peak is above it.
         """
-        hold(plan, limit_bytes(self.limit, plan.baseline_peak_bytes))
+        return held(plan, self.limit)
 
 
 def _outside_peak(plan: Plan) -> int:

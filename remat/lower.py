@@ -50,8 +50,8 @@ class Planner(Protocol):
         """Plans a joint graph."""
         ...
 
-    def check(self, plan: Plan) -> None:
-        """Raises if a finished plan, its loops included, is not acceptable."""
+    def finish(self, plan: Plan) -> Plan:
+        """Returns the finished plan, its loops included; raises if it is not acceptable."""
         ...
 
     def child(self, path: str) -> Planner:
@@ -297,8 +297,7 @@ class StagedFunction:
             staged = self._plan_once(inputs, perturbed, planner)
             if not planner.again(staged.plan):
                 break
-        planner.check(staged.plan)
-        return staged
+        return Staged(staged.joint, planner.finish(staged.plan))
 
     def _plan_once(
         self, inputs: Sequence[Any], perturbed: tuple[bool, ...], planner: Planner

@@ -195,8 +195,9 @@ class PricePlanner:
             device=made.device,
         )
 
-    def check(self, plan: Plan) -> None:
+    def finish(self, plan: Plan) -> Plan:
         """A price is always met."""
+        return plan
 
     def child(self, path: str) -> PricePlanner:
         """A loop's body pays the same: what it keeps and what it repeats both count once per iteration."""

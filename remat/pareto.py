@@ -184,7 +184,7 @@ class Pareto:
             f"remat trade-off by policy {self.policy_name}; no remat peaks at "
             f"{human_bytes(self.baseline_peak_bytes)}; the smallest peak found is "
             f"{human_bytes(self.smallest_peak_bytes)}",
-            f"Peaks are simulated, seconds are a roofline estimate for {self.device}.",
+            f"Peaks are predicted, seconds are a roofline estimate for {self.device}.",
             *table(rows, ">>>>>><"),
         ]
         lines += [

@@ -190,7 +190,7 @@ def pareto(curve: Pareto, path: str | Path, title: str = "") -> None:
     axes.text(baseline, 0.97, no_remat, ha="right", color=_INK, **place)
     axes.set_xlim(0, 1.04 * right)
     axes.set_ylim(0, 1.12 * max(*costs, 1e-9))
-    axes.set_xlabel("peak of temporaries [MiB], simulated")
+    axes.set_xlabel("peak of temporaries [MiB], predicted")
     axes.set_ylabel("repeated work per step [ms], roofline estimate")
     least = human_bytes(curve.smallest_peak_bytes)
     axes.set_title(

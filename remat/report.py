@@ -132,12 +132,22 @@ def _header(plan: Plan) -> list[str]:
     options = f"({plan.options})" if plan.options else ""
     return [
         *_wrapped(f"remat plan by policy {plan.policy_name}{options}", 0),
+        *_budget(plan),
         *_wrapped(f"status: {_status(plan)}; planned in {plan.solve_seconds:.2f} s", 0),
         *_wrapped(
-            f"Seconds and peaks are estimates: roofline of {plan.device}, simulated memory. "
+            f"Seconds and peaks are estimates: roofline of {plan.device}, predicted memory. "
             "remat.compile_report asks the compiler.",
             0,
         ),
+    ]
+
+
+def _budget(plan: Plan) -> list[str]:
+    if plan.budget_bytes is None:
+        return []
+    share = plan.peak_bytes / plan.budget_bytes
+    return [
+        f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), {share:.0%} of it used"
     ]
 
 
@@ -162,7 +172,7 @@ def _body(plan: Plan, top: int) -> list[str]:
 
 
 def _summary(plan: Plan) -> list[str]:
-    peak = "simulated peak (estimate)"
+    peak = "predicted peak (estimate)"
     rows = [
         ("", "no remat", "this plan", "ratio", "bytes"),
         ("kept for the backward pass", *_against(plan.baseline_saved_bytes, plan.saved_bytes)),

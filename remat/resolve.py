@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from remat.budget import BudgetSession, hold, limit_bytes
+from remat.budget import BudgetSession, held
 from remat.errors import BudgetError, PlanError, PolicyError
 from remat.graph import Graph
 from remat.plan import LoopPlan, Plan
@@ -83,14 +83,13 @@ class PolicyPlanner:
         """Plans a graph."""
         return make_plan(graph, self.policy, barriers=barriers)
 
-    def check(self, plan: Plan) -> None:
+    def finish(self, plan: Plan) -> Plan:
         """Holds a finished plan, its loops included, to the budget.
 
         Raises:
-            BudgetError: the plan's simulated peak is above the budget.
+            BudgetError: the plan's predicted peak is above the budget.
         """
-        if self.budget is not None:
-            hold(plan, limit_bytes(self.budget, plan.baseline_peak_bytes))
+        return plan if self.budget is None else held(plan, self.budget)
 
     def child(self, path: str) -> PolicyPlanner:
         """A loop body is planned with the same policy; the budget is that of the whole function."""
@@ -130,8 +129,9 @@ class PlanPlanner:
             )
         return self.made
 
-    def check(self, plan: Plan) -> None:
-        """Nothing to hold: the plan was checked when it was made."""
+    def finish(self, plan: Plan) -> Plan:
+        """Returns it: it was held to its budget when it was made."""
+        return plan
 
     def child(self, path: str) -> _LoopPlanner | _Unplanned:
         """Returns the planner of a loop body."""
@@ -191,8 +191,9 @@ class _Unplanned:
             "is now. Differentiate the same arguments, or plan again with remat.plan(...)."
         )
 
-    def check(self, plan: Plan) -> None:
-        """Nothing to hold."""
+    def finish(self, plan: Plan) -> Plan:
+        """Never reached."""
+        return plan
 
     def child(self, path: str) -> _Unplanned:
         """A loop inside has no plan either."""

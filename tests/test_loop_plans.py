@@ -1,0 +1,380 @@
+"""Budgets of functions with loops: options of a body, which of them to take, plans that are applied again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_graphs import chain, laws
+
+import remat
+from models import cases
+from remat.budget import BodyOption, BudgetSession, body_options, choose_options, limit_bytes
+from remat.errors import BudgetError, PlanError
+from remat.graph import Graph
+from remat.plan import LoopPlan, Plan
+from remat.planning import make_plan
+from remat.policies import Full, Ilp, SaveAll
+from remat.simulate import simulate
+
+QUICK = Ilp(method="starts")
+LOSS, ARGS = cases.gpt_blocks_scan_small()
+
+
+def scanned(ws: jax.Array, x: jax.Array) -> jax.Array:
+    """Layers under `lax.scan`: `ws` is `[L, 2, 16, 16]`, `x` is `[64, 16]`."""
+
+    def layer(c: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return c + jax.nn.gelu(jnp.tanh(c @ w[0]) @ w[1]), None
+
+    return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+
+SCANNED = (jnp.linspace(-1, 1, 6 * 2 * 256).reshape(6, 2, 16, 16), jnp.ones((64, 16)) / 3)
+
+
+def nested(ws: jax.Array, x: jax.Array) -> jax.Array:
+    """A scan in a scan, and matmuls around them."""
+
+    def inner(c: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.sin(jnp.tanh(c @ w) @ w), None
+
+    def outer(c: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, _ = jax.lax.scan(inner, jnp.tanh(c @ w[0]), w)
+        return c, jnp.mean(c)
+
+    c, means = jax.lax.scan(outer, jax.nn.gelu(x @ ws[0, 0]), ws)
+    return jnp.mean(jnp.tanh(c @ ws[1, 0]) ** 2) + jnp.sum(means)
+
+
+def two_loops(ws: jax.Array, x: jax.Array) -> jax.Array:
+    """Two scans one after the other."""
+    return scanned(ws, x) * scanned(ws[:3], jnp.sin(x @ ws[0, 0]))
+
+
+def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+# --- options of a body -------------------------------------------------------------------------------
+
+
+def body_of(function: Any, *args: Any) -> Graph:
+    return remat.plan(function, *args, remat_policy="save_all").loops[0].plan.graph
+
+
+@pytest.mark.parametrize("name", ["gpt", "layers", "nested"])
+def test_options_take_more_memory_and_less_time_one_after_the_other(name: str) -> None:
+    function, args = {
+        "gpt": (LOSS, ARGS),
+        "layers": (scanned, SCANNED),
+        "nested": (nested, SCANNED),
+    }[name]
+    options = body_options(body_of(function, *args))
+    assert len(options) >= 2
+    for less, more in itertools.pairwise(options):
+        assert less.total_bytes < more.total_bytes
+        assert more.seconds < 0.97 * less.seconds
+    for option in options:
+        graph = option.plan.graph
+        simulate(graph, option.plan.schedule)
+        kept = graph.multiplicity * option.saved_bytes + option.fixed_bytes
+        assert option.total_bytes == kept + option.plan.peak_bytes
+        assert all(step.action != "barrier" for step in option.plan.schedule.backward)
+    assert len({option.plan.saved_values for option in options}) == len(options)
+
+
+def test_the_first_option_keeps_next_to_nothing_and_the_last_the_results_of_matmuls() -> None:
+    options = body_options(body_of(scanned, *SCANNED))
+    first, last = options[0].plan, options[-1].plan
+    graph = first.graph
+    assert options[0].saved_bytes == 64 * 16 * 4  # the carry, of which everything can be made
+    again = [[graph.ops[e.op].heavy for e in plan.recomputed].count(True) for plan in (first, last)]
+    assert again == [2, 0] or again == [1, 0]
+    assert options[-1].saved_bytes >= 64 * 16 * 4
+
+
+def test_options_of_a_body_without_anything_to_keep_are_one() -> None:
+    def adding(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda c, w: (c + w, None), x, ws)[0])
+
+    args = (jnp.ones((4, 8)), jnp.ones(8))
+    assert len(body_options(body_of(adding, *args))) == 1
+
+
+# --- choosing ----------------------------------------------------------------------------------------
+
+BASE = make_plan(chain(2), SaveAll())  # of any body
+
+
+def menu_of(rng: random.Random, most: int) -> list[BodyOption]:
+    """Options whose total rises and whose seconds fall."""
+    count = rng.randint(1, most)
+    saved = sorted(rng.sample(range(0, 400, 8), count))
+    seconds = sorted((float(s) for s in rng.sample(range(1, 200), count)), reverse=True)
+    return [
+        BodyOption(replace(BASE, peak_bytes=rng.randint(1, 60)), time, kept, rng.randint(0, 90))
+        for kept, time in zip(saved, seconds, strict=True)
+    ]
+
+
+def above(menus: list[list[BodyOption]], trips: list[int], choice: tuple[int, ...]) -> int:
+    """What a choice takes above the first options: what is kept in every trip, and the largest body at work."""
+    kept = sum(
+        n * (menu[i].saved_bytes - menu[0].saved_bytes) + menu[i].fixed_bytes - menu[0].fixed_bytes
+        for n, menu, i in zip(trips, menus, choice, strict=True)
+    )
+    working = max(menu[i].plan.peak_bytes for menu, i in zip(menus, choice, strict=True))
+    return kept + max(0, working - max(menu[0].plan.peak_bytes for menu in menus))
+
+
+def cost(menus: list[list[BodyOption]], trips: list[int], choice: tuple[int, ...]) -> float:
+    return sum(n * menu[i].seconds for n, menu, i in zip(trips, menus, choice, strict=True))
+
+
+@given(seed=st.integers(0, 2**20), slack=st.integers(-50, 6000), banned=st.integers(0, 4))
+@laws(300)
+def test_the_choice_equals_that_of_brute_force(seed: int, slack: int, banned: int) -> None:
+    rng = random.Random(seed)
+    menus = [menu_of(rng, 5) for _ in range(rng.randint(1, 3))]
+    trips = [rng.randint(1, 12) for _ in menus]
+    every = list(itertools.product(*(range(len(menu)) for menu in menus)))
+    excluded = set(rng.sample(every, min(banned, len(every))))
+    fitting = [c for c in every if c not in excluded and above(menus, trips, c) <= slack]
+    chosen = choose_options(menus, trips, slack, excluded)
+    if not fitting:
+        assert chosen == (0,) * len(menus)
+        return
+    assert chosen in fitting
+    assert cost(menus, trips, chosen) == min(cost(menus, trips, c) for c in fitting)
+
+
+@given(seed=st.integers(0, 2**20), share=st.floats(0, 1.1))
+@laws(40)
+def test_with_many_loops_the_choice_fits_and_is_exact_where_all_bodies_work_alike(
+    seed: int, share: float
+) -> None:
+    rng = random.Random(seed)
+    menus = [menu_of(rng, 5) for _ in range(7)]
+    menus = [[replace(o, plan=BASE, fixed_bytes=0) for o in menu] for menu in menus]
+    while math.prod(map(len, menus)) <= 4096:
+        menus.append([replace(o, plan=BASE, fixed_bytes=0) for o in menu_of(rng, 5)])
+    trips = [rng.randint(1, 4) for _ in menus]
+    top = above(menus, trips, tuple(len(menu) - 1 for menu in menus))
+    slack = int(share * top)
+    chosen = choose_options(menus, trips, slack)
+    assert above(menus, trips, chosen) <= slack
+    # The knapsack by bytes, one loop after the other.
+    best = {0: 0.0}
+    for n, menu in zip(trips, menus, strict=True):
+        grown: dict[int, float] = {}
+        for used, seconds in best.items():
+            for option in menu:
+                key = used + n * (option.saved_bytes - menu[0].saved_bytes)
+                if key <= slack:
+                    grown[key] = min(grown.get(key, math.inf), seconds + n * option.seconds)
+        best = grown
+    assert cost(menus, trips, chosen) == pytest.approx(min(best.values()))
+
+
+# --- budgets of functions with loops -----------------------------------------------------------------
+
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gpt": (LOSS, ARGS),
+    "layers": (scanned, SCANNED),
+    "nested": (nested, SCANNED),
+    "two": (two_loops, SCANNED),
+}
+
+
+def plans_within(name: str, shares: tuple[float, ...]) -> list[tuple[float, Plan]]:
+    function, args = FUNCTIONS[name]
+    found = []
+    for share in shares:
+        try:
+            found.append((share, remat.plan(function, *args, remat_policy=QUICK, budget=share)))
+        except BudgetError as error:
+            assert error.smallest_peak_bytes is not None
+            assert f"{error.smallest_peak_bytes:,} bytes" in str(error)
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_several_budgets_are_met(name: str) -> None:
+    found = plans_within(name, (1.0, 0.7, 0.5, 0.35))
+    assert len(found) >= 2
+    for share, plan in found:
+        limit = limit_bytes(share, plan.baseline_peak_bytes)
+        assert plan.peak_bytes <= limit
+        assert plan.loops and plan.budget_bytes == limit
+        for entry in plan.loops:
+            assert entry.length == entry.plan.graph.multiplicity
+            simulate(entry.plan.graph, entry.plan.schedule)
+    peaks = [plan.peak_bytes for _, plan in found]
+    assert peaks[-1] < peaks[0]
+
+
+@pytest.mark.parametrize("name", ["layers", "nested", "two"])
+def test_gradients_of_a_function_with_loops_within_a_budget(name: str) -> None:
+    function, args = FUNCTIONS[name]
+    share, plan = plans_within(name, (0.35, 0.5))[0]
+    assert plan.recompute_flops > 0
+    ours = remat.checkpoint(function, remat_policy=QUICK, budget=share)
+    close(jax.jit(jax.grad(ours))(*args), jax.jit(jax.grad(function))(*args))
+    with jax.disable_jit():
+        want, got = jax.grad(function)(*args), jax.grad(ours)(*args)
+    assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+def test_a_small_budget_is_an_error_that_says_what_would_do() -> None:
+    with pytest.raises(BudgetError, match="does not meet the budget of 1,000 bytes") as refused:
+        remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=1000)
+    named = refused.value.smallest_peak_bytes
+    assert named is not None and "of scan0" in str(refused.value)
+    plan = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=named)
+    assert plan.peak_bytes <= named
+
+
+def test_a_policy_without_budgets_is_checked_with_its_loops() -> None:
+    free = remat.plan(LOSS, *ARGS, remat_policy="min_cut")
+    held = remat.plan(LOSS, *ARGS, remat_policy="min_cut", budget=free.peak_bytes)
+    assert (held.schedule, held.loops) == (free.schedule, free.loops)
+    with pytest.raises(BudgetError) as refused:
+        remat.plan(LOSS, *ARGS, remat_policy="min_cut", budget=free.peak_bytes - 1)
+    assert refused.value.smallest_peak_bytes == free.peak_bytes
+
+
+def test_the_peak_without_remat_does_not_depend_on_the_policy() -> None:
+    """A fraction of it would otherwise mean other bytes for another policy."""
+    policies = ("save_all", "full", "min_cut", QUICK)
+    found = [remat.plan(LOSS, *ARGS, remat_policy=p).baseline_peak_bytes for p in policies]
+    found += [plan.baseline_peak_bytes for _, plan in plans_within("gpt", (1.0, 0.4))]
+    assert len(set(found)) == 1
+
+
+class Counting(BudgetSession):
+    """A session that counts how often it is asked."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked = 0
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        self.asked += 1
+        return super().plan(graph, barriers=barriers)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_session_asks_at_most_a_handful_of_times(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Counting] = []
+
+    def begin(policy: Any, limit: Any) -> Counting:
+        made.append(Counting(policy, limit))
+        return made[-1]
+
+    monkeypatch.setattr("remat.resolve.BudgetSession", begin)
+    found = plans_within(name, (0.91, 0.52, 0.37, 0.21))  # not planned before
+    assert found
+    assert len(made) == 4
+    assert max(session.asked for session in made) >= 2
+    assert all(1 <= session.asked <= 7 for session in made)
+
+
+def test_more_is_kept_where_there_is_more_memory() -> None:
+    plans = dict(plans_within("layers", (0.9, 0.35)))
+    kept = {share: plan.loops[0].plan.saved_bytes for share, plan in plans.items()}
+    assert kept[0.9] > kept[0.35]
+    assert plans[0.9].recompute_flops < plans[0.35].recompute_flops
+
+
+def test_loops_inside_loops_have_plans_of_their_own() -> None:
+    ((_, plan),) = plans_within("nested", (0.5,))
+    (outer,) = plan.loops
+    (inner,) = outer.plan.loops
+    assert (outer.length, inner.length) == (6, 2)
+    # The inner loop keeps the least: it runs once per iteration of the outer one.
+    least = body_options(inner.plan.graph)[0].plan
+    assert inner.plan.saved_values == least.saved_values
+
+
+# --- plans that are applied again ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_plan_with_loops_can_be_used_and_saved(name: str) -> None:
+    function, args = FUNCTIONS[name]
+    made = plans_within(name, (0.5, 0.9))[0][1]
+    again = Plan.from_json(made.to_json())
+    assert again == made
+    applied = remat.plan(function, *args, remat_policy=again)
+    assert applied == made
+
+
+def test_gradients_of_a_saved_plan_with_loops_are_those_of_plain_jax() -> None:
+    args = cases.materialize(ARGS, 0)
+    made = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=0.4)
+    ours = remat.checkpoint(LOSS, remat_policy=Plan.from_json(made.to_json()))
+    close(jax.jit(jax.grad(ours))(*args), jax.jit(jax.grad(LOSS))(*args), 1e-5)
+
+
+def test_a_plan_for_another_body_is_an_error_that_names_the_loop_and_the_difference() -> None:
+    def variant(outside: Any, inside: Any) -> Any:
+        def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+            layer = lambda c, w: (inside(c @ w[0]), None)  # noqa: E731
+            return jnp.mean(jax.lax.scan(layer, outside(x), ws)[0] ** 2)
+
+        return loss
+
+    made = remat.plan(variant(jnp.sin, jnp.tanh), *SCANNED, remat_policy="full")
+    same = remat.plan(variant(jnp.sin, jnp.tanh), *SCANNED, remat_policy=made)
+    assert same == made
+    with pytest.raises(PlanError, match=r"another function: .*scan0.*tanh"):
+        remat.plan(variant(jnp.sin, lambda v: jnp.exp(v) * 2), *SCANNED, remat_policy=made)
+    with pytest.raises(PlanError, match="another function"):
+        remat.plan(variant(jnp.cos, jnp.tanh), *SCANNED, remat_policy=made)
+    with pytest.raises(PlanError, match="another function"):
+        jax.grad(remat.checkpoint(variant(jnp.sin, jnp.sin), remat_policy=made))(*SCANNED)
+
+
+def test_a_loop_with_another_length_is_an_error() -> None:
+    made = remat.plan(scanned, *SCANNED, remat_policy="full")
+    with pytest.raises(PlanError, match="another function"):
+        remat.plan(scanned, SCANNED[0][:5], SCANNED[1], remat_policy=made)
+
+
+def test_carries_that_become_differentiated_late_do_not_confuse_a_plan() -> None:
+    """jax traces such a body several times; a plan is compared with the last of them."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(c: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
+            a, b, d = c
+            return (jnp.sin(b), jnp.tanh(d @ w), jnp.cos(d)), None
+
+        a, b, _ = jax.lax.scan(body, (x, x, x), None, length=4)[0]
+        return jnp.sum(a * b)
+
+    args = (jnp.eye(8) / 2, jnp.ones((4, 8)))
+    for policy in ("min_cut", "full"):
+        made = remat.plan(loss, *args, remat_policy=policy)
+        ours = remat.checkpoint(loss, remat_policy=made)
+        close(jax.jit(jax.grad(ours))(*args), jax.jit(jax.grad(loss))(*args))
+
+
+def test_a_plan_knows_its_loops_by_path() -> None:
+    made = remat.plan(nested, *SCANNED, remat_policy=Full())
+    assert made.loop("scan0") is made.loops[0].plan
+    with pytest.raises(PlanError, match=r"no loop 'scan7'; its loops are \['scan0'\]"):
+        made.loop("scan7")
+    assert isinstance(made.loops[0], LoopPlan)
