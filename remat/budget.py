@@ -268,7 +268,8 @@ class _Prices:
 
     def __init__(self, condensed: Condensed, device: str) -> None:
         self.condensed = condensed
-        self.varying = _varying(condensed.graph) - condensed.graph.alive_anyway
+        graph = condensed.graph
+        self.varying = frozenset(range(len(graph.values))) - graph.fixed - graph.alive_anyway
         self.carried = frozenset(condensed.graph.carried) & frozenset(condensed.graph.inputs)
         self.bandwidth = get_device(device).memory_bytes_per_second
 
@@ -325,16 +326,6 @@ class _Prices:
             saved = best[2]
             price = self(saved)
             yield saved
-
-
-def _varying(graph: Graph) -> frozenset[int]:
-    """Forward values of a loop's body that differ between iterations; XLA computes the others once."""
-    fixed = {*graph.invariant, *graph.constants}
-    found = {v for v in graph.inputs if v not in fixed}
-    for op in graph.forward_ops():
-        if op.random or op.effectful or any(v in found for v in op.inputs):
-            found.update(op.outputs)
-    return frozenset(found)
 
 
 @dataclass

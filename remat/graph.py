@@ -179,6 +179,20 @@ class Graph:
         return frozenset((*self.inputs, *self.constants))
 
     @cached_property
+    def fixed(self) -> frozenset[int]:
+        """Forward values of a loop's body that are the same in every iteration; empty outside of loops.
+
+        jax computes and keeps them once, so they are not stored once per iteration.
+        """
+        if self.multiplicity == 1:
+            return frozenset()
+        found = {*self.invariant, *self.constants}
+        for op in self.forward_ops():
+            if not (op.random or op.effectful) and all(value in found for value in op.inputs):
+                found.update(op.outputs)
+        return frozenset(found)
+
+    @cached_property
     def alive_anyway(self) -> frozenset[int]:
         """Values whose memory is the caller's: keeping one for the backward pass costs nothing more."""
         return frozenset((*self.inputs, *self.outputs)).difference(self.carried)

@@ -71,7 +71,9 @@ def plan_from_saved(
             entry.times * op_seconds(graph, graph.ops[entry.op], chip) for entry in recomputed
         ),
         baseline_saved_bytes=sum(
-            graph.values[v].nbytes for v in no_remat_saved(graph) if v not in graph.alive_anyway
+            graph.values[v].nbytes
+            for v in no_remat_saved(graph)
+            if v not in graph.alive_anyway and v not in graph.fixed
         ),
         baseline_peak_bytes=peak_bytes(graph),
         certificate=decision.certificate,
@@ -104,7 +106,8 @@ def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[i
 
 
 def _kept_bytes(graph: Graph, kept: list[int]) -> int:
-    return sum(stored_bytes(graph.values[v]) for v in kept if v not in graph.alive_anyway)
+    counted = (v for v in kept if v not in graph.alive_anyway and v not in graph.fixed)
+    return sum(stored_bytes(graph.values[v]) for v in counted)
 
 
 def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:

@@ -106,9 +106,10 @@ def test_a_residual_sum_is_one_node_with_its_matmul() -> None:
         "reduce_sum(3,5)",
     ]
     assert condensed.problem.sizes[:7].tolist() == [WIDE] * 6 + [0]
-    # Two buffers per layer, and two cotangents of that size where the first residual joins.
+    # After the loss: the five buffers that are read again, the cotangent of the sum, its product with a weight,
+    # and what the derivative of tanh makes of that.
     assert condensed.problem.turn == 7
-    assert peak_of_order(condensed.problem) == 7 * WIDE
+    assert peak_of_order(condensed.problem) == 8 * WIDE
 
 
 def test_the_two_parts_of_a_residual_sum_are_not_read_instead_of_it() -> None:
@@ -184,14 +185,14 @@ def joined(**changes: Any) -> Condensed:
 
 def test_an_element_wise_kernel_overwrites_the_buffer_that_it_alone_reads() -> None:
     condensed = joined()
-    # dot + add, the result dot, and in the backward pass dot + add, and the gradient dot.
-    assert names(condensed) == ["dot+add()", "dot(0)", "dot+add(0)", "dot(2)"]
-    assert condensed.problem.sizes.tolist() == [BYTES, 0, BYTES, 0]
-    assert condensed.fused == ((0,), (), (3,), ())
+    # In the backward pass the second kernel reads another large buffer, which may be made in between.
+    assert names(condensed) == ["dot+add()", "dot(0)", "dot()", "add(0,2)", "dot(3)"]
+    assert condensed.problem.sizes.tolist() == [BYTES, 0, BYTES, BYTES, 0]
+    assert condensed.fused == ((0,), (), (), (), ())
     assert condensed.problem.turn == 2
     # Only the second of the joined values is a buffer, and running the node again runs both operators.
     assert [condensed.graph.values[v].producer for v in condensed.values_of[0]] == [1]
-    assert condensed.backward_order([0, 1, 0, 2, 3]) == (0, 1, 3, 4, 5)
+    assert condensed.backward_order([0, 1, 0, 2, 3, 4]) == (0, 1, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +337,9 @@ def test_what_a_callback_reads_is_a_buffer() -> None:
     builder = GraphBuilder()
     x = builder.input(SHAPE)
     hidden = builder.op("dot", [x], SHAPE)
-    warm = builder.op("tanh", [hidden], SHAPE)  # what an operator that does not fuse reads is a buffer
+    warm = builder.op(
+        "tanh", [hidden], SHAPE
+    )  # what an operator that does not fuse reads is a buffer
     builder.ops_with("callback", [warm], [])
     y = builder.op("dot", [hidden], SHAPE)
     ct = builder.cotangent(SHAPE)
@@ -364,14 +367,15 @@ def test_flops_as_the_objective_are_those_of_all_operators_of_a_kernel() -> None
     assert condensed.objective == "flops"
 
 
-def test_seconds_are_arithmetic_or_traffic_and_half_speed_for_matmuls() -> None:
+def test_seconds_are_arithmetic_or_traffic_and_matmuls_fall_short_of_the_data_sheet() -> None:
     from remat.devices import get_device
 
     chip = get_device("h200")
     costs = condense(costs_graph()).problem.costs
-    assert costs[0] == pytest.approx(2 * 1e12 / chip.matmul_flops_per_second("f32"))
+    short = costs[0] / (1e12 / chip.matmul_flops_per_second("f32"))
+    assert 1.5 < short < 4
     assert costs[1] == pytest.approx((BYTES + 32) / chip.memory_bytes_per_second)
-    assert costs[2] == pytest.approx(2 * 3 * BYTES / chip.memory_bytes_per_second)
+    assert costs[2] == pytest.approx(short * 3 * BYTES / chip.memory_bytes_per_second)
     slower = condense(costs_graph(), device="a100").problem.costs
     assert all(slower > costs)
 

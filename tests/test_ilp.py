@@ -65,7 +65,7 @@ def test_the_bound_is_below_the_value_and_optimal_means_equal(
     if found is None:
         return
     certificate = found.certificate
-    assert certificate is not None and certificate.kind.startswith("picoseconds")
+    assert certificate is not None and "picoseconds" in certificate.kind
     assert round(problem.total_cost * PICOSECONDS) <= certificate.bound <= certificate.value
     assert (found.status == "optimal") == (certificate.bound == certificate.value)
     assert found.status in ("optimal", "feasible")
@@ -110,7 +110,7 @@ def test_flops_as_the_objective_are_counted_exactly() -> None:
     policy = Ilp(objective="flops", effort=50, seconds=5.0)
     condensed = condense(graph, objective="flops")
     found = policy.decide_within(graph, int(0.7 * peak_of_order(condensed.problem)))
-    assert found.certificate is not None and found.certificate.kind.startswith("flops")
+    assert found.certificate is not None and "flops" in found.certificate.kind
     ops = graph.ops
     again = [op for op in found.order or () if ops[op].phase == "forward"]
     nodes = {root: i for i, root in enumerate(condensed.roots)}
@@ -152,8 +152,8 @@ def test_methods_run_what_they_say(
 ) -> None:
     ran = calls(monkeypatch)
     graph = graph_of_the_network()
-    assert len(condense(graph).problem) <= 60
-    found = within(Ilp(method=method, effort=40, seconds=5.0), graph, 0.7)
+    assert 60 < len(condense(graph).problem) <= 100
+    found = within(Ilp(method=method, effort=40, seconds=5.0, exact_limit=100), graph, 0.7)
     assert found is not None
     assert runs <= set(ran) and never.isdisjoint(ran) and "cut_bound" in ran
 
@@ -192,7 +192,13 @@ def test_an_impossible_budget_is_refused_without_a_search(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"objective": "joules"}, {"method": "magic"}, {"seconds": 0}, {"effort": -1}, {"tolerance": -1}],
+    [
+        {"objective": "joules"},
+        {"method": "magic"},
+        {"seconds": 0},
+        {"effort": -1},
+        {"tolerance": -1},
+    ],
     ids=str,
 )
 def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
@@ -347,18 +353,6 @@ def test_chens_plans_carry_no_bound() -> None:
         for found in (policy.decide(graph), within(policy, graph, 0.8)):
             assert found is not None
             assert (found.status, found.certificate) == ("heuristic", None)
-
-
-def test_a_program_without_a_place_to_cut_is_kept_whole_by_revolve() -> None:
-    def wide(x: jax.Array) -> jax.Array:
-        a, b = jnp.sin(x), jnp.cos(x)
-        for _ in range(3):
-            a, b = jnp.sort(a + b), jnp.sort(a * b)
-        return jnp.sum(a * b)
-
-    graph = remat.plan(wide, jnp.ones(1024)).graph
-    found = Revolve().decide(graph)
-    assert not any(graph.ops[op].phase == "forward" for op in found.order or ())
 
 
 # --- what the compiler says --------------------------------------------------------------------------

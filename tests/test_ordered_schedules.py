@@ -580,9 +580,9 @@ def _in_scan(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _second_order(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda ws, x, key: jax.grad(
-        lambda w: jnp.sum(jax.grad(f, (0, 1))(w, x, key)[0] ** 2)
-    )(ws)
+    return lambda ws, x, key: jax.grad(lambda w: jnp.sum(jax.grad(f, (0, 1))(w, x, key)[0] ** 2))(
+        ws
+    )
 
 
 TRANSFORMS = {
