@@ -95,17 +95,20 @@ class Condensed:
 
     def saved(self, sequence: Sequence[int]) -> frozenset[int]:
         """Returns the forward values that are alive at the turn because the backward pass reads them."""
+        ops, turn = self.graph.ops, self.problem.turn
         made_again: set[int] = set()
         kept: set[int] = set()
         seen: set[int] = set()
         for node in sequence:
             first = node not in seen
             seen.add(node)
-            if first and node < self.problem.turn:
+            if first and node < turn:
                 continue
-            for read in self.problem.inputs[node]:
-                if read < self.problem.turn and read not in made_again:
-                    kept.add(read)
+            for op in (*self.fused[node], self.roots[node]):
+                for value in ops[op].inputs:
+                    maker = self.node_of.get(value, turn)
+                    if maker < turn and maker not in made_again:
+                        kept.add(value)
             if not first:
                 made_again.add(node)
         forward_gradients = {
@@ -113,7 +116,7 @@ class Condensed:
             for v in self.graph.gradients
             if self.node_of.get(v, self.problem.turn) < self.problem.turn
         }
-        return frozenset(forward_gradients | {v for node in kept for v in self.values_of[node]})
+        return frozenset(kept | forward_gradients)
 
 
 def condense(

@@ -110,7 +110,12 @@ def test_commands_run(
 
 
 def test_there_are_commands() -> None:
-    assert {command.split()[1] for command in remat_commands()} == {"plan", "compare", "pareto", "fit"}
+    assert {command.split()[1] for command in remat_commands()} == {
+        "plan",
+        "compare",
+        "pareto",
+        "fit",
+    }
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])

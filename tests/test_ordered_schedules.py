@@ -161,6 +161,37 @@ def test_a_mask_made_again_three_times_goes_through_bits_each_time() -> None:
     assert found.timeline.live_bytes[-1] == 0
 
 
+def test_an_order_may_end_with_a_repetition() -> None:
+    builder = GraphBuilder()
+    x = builder.input()
+    slope = builder.op("dot", [x])  # 0, itself a gradient
+    y = builder.op("dot", [slope])  # 1
+    ct = builder.cotangent()
+    graph = builder.build([y], [slope, builder.op("dot", [ct, x])])
+    schedule = build_schedule(graph, [slope], order=(2, 0))
+    assert [step.target for step in schedule.backward if step.action == "compute"] == [2, 0]
+    simulate(graph, schedule)
+
+
+def test_what_fuses_is_made_again_in_every_stage_and_buffers_are_not() -> None:
+    builder = GraphBuilder()
+    x = builder.input()
+    a = builder.op("dot", [x])  # 0
+    b = builder.op("tanh", [a])  # 1, fuses
+    c = builder.op("dot", [b])  # 2
+    y = builder.op("dot", [c])  # 3
+    ct = builder.cotangent()
+    first = builder.op("dot", [ct, b])  # 4
+    second = builder.op("dot", [first, c, b])  # 5
+    graph = builder.build([y], [builder.op("dot", [second, a])])  # 6
+    # Matmul 2 runs again before operator 5 and so begins a stage of its own.
+    schedule = build_schedule(graph, (), order=(0, 4, 2, 5, 6))
+    ran = [step.target for step in schedule.backward if step.action == "compute"]
+    assert ran == [0, 1, 4, 1, 2, 5, 6]
+    assert [step.action for step in schedule.backward].count("barrier") == 2
+    simulate(graph, schedule)
+
+
 # --- laws ------------------------------------------------------------------------------------------
 
 Planned = tuple[Condensed, list[int], Schedule]
