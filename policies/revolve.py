@@ -77,7 +77,8 @@ class Revolve:
         """A program without a place to cut is a chain of one stage, which is kept."""
         pool = Pool(condensed.problem, 1 << 62)
         pool.offer(
-            "one stage: nowhere does a single value go forward", condensed.problem.first_runs
+            "one stage: nowhere does a single value go forward",
+            condensed.problem.first_runs.tolist(),
         )
         return self._decision(condensed, pool)
 

@@ -136,11 +136,16 @@ def build_schedule(
             loop already separates forward from backward. There, large values that are the same in
             every iteration are kept from being hoisted out of the loop instead.
     """
+    backward = _Backward(graph, set(saved), barriers, order).run()
+    encoded, raw = _read_first(graph, backward)
+    kept = set(saved) & {
+        *encoded,
+        *raw,
+        *graph.gradients,
+    }  # what is never read back need not be kept
     pins = {} if barriers else _pins(graph)
-    steps = _forward_steps(graph, set(saved), pins)
-    steps.append(Step("turn"))
-    steps += _Backward(graph, set(saved), barriers, order).run()
-    return Schedule(tuple(_with_frees(graph, steps, set(saved))))
+    steps = [*_forward_steps(graph, kept, pins), Step("turn"), *backward]
+    return Schedule(tuple(_with_frees(graph, steps, kept)))
 
 
 def _pins(graph: Graph) -> dict[int, Step]:
