@@ -40,7 +40,7 @@ class Cuts:
         fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
         if not fitting:
             least = min(plan.peak_bytes for plan in plans)
-            raise BudgetError(f"no cut fits. Smallest peak found: {least:,} bytes.")
+            raise BudgetError(f"no cut fits: {least:,} bytes", smallest_peak_bytes=least)
         return Decision(
             frozenset(min(fitting, key=lambda plan: plan.recompute_seconds).saved_values)
         )
