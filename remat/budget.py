@@ -51,6 +51,7 @@ _SLACK = 0.05
 # A request that the policy cannot meet is raised by this factor: buffers may count for more than they take.
 _STEP = 1.1
 _ROUNDS = 6
+_HOPE = 1.05
 _FEW_COMBINATIONS = 4096
 # An option that takes more memory has to be at least this much faster.
 _WORTHWHILE = 0.97
@@ -474,7 +475,9 @@ class BudgetSession:
         before = self._choice()
         menus, trips = self._menus()
         if self.rounds < _ROUNDS:
-            slack = limit - self.least.peak_bytes - self.correction
+            # With a choice in hand the estimate may be a little off: what does not fit is excluded.
+            hoped = limit if self.fitting is None else int(_HOPE * limit)
+            slack = hoped - self.least.peak_bytes - self.correction
             chosen = choose_options(menus, trips, slack, self.excluded)
         else:
             chosen = tuple(0 for _ in menus)
