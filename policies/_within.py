@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.errors import BudgetError
@@ -57,6 +57,17 @@ class Pool:
             self.best = found
         return found
 
+    def offer_all(self, found: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Judges several sequences with their labels."""
+        for label, sequence in found:
+            self.offer(label, sequence)
+
+    @property
+    def start(self) -> tuple[int, ...] | None:
+        """The sequence to improve: the cheapest that fits, else the smallest."""
+        found = self.best or self.smallest
+        return found.sequence if found else None
+
 
 def _by_cost(found: Candidate) -> tuple[float, int]:
     return (found.replayed.extra_cost, found.replayed.peak_bytes)
@@ -77,10 +88,10 @@ def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str,
     for heavy in ("ban", "batched", "roofline"):
         for weight in (1.25, 4):
             saved = MinCut(memory_weight=weight, heavy=heavy).decide(condensed.graph).saved
-            nodes = frozenset(condensed.node_of[v] for v in saved if v in condensed.node_of)
+            nodes = condensed.forward_nodes(saved)
             if nodes not in seen:
                 seen.add(nodes)
-                yield f"min_cut {heavy}", sequence_of_saved(problem, _forward(problem, nodes))
+                yield f"min_cut {heavy}", sequence_of_saved(problem, nodes)
     yield "segments", grid_search(problem).sequence
 
 
@@ -88,10 +99,6 @@ def cuts_of(problem: Problem, bound: CutBound) -> Iterator[tuple[str, Sequence[i
     """The saved sets that the lower bound met on its way."""
     for found in bound.found:
         yield "cut of the bound", once_each(problem, found)
-
-
-def _forward(problem: Problem, nodes: frozenset[int]) -> frozenset[int]:
-    return frozenset(n for n in nodes if n < problem.turn)
 
 
 def decision_of(

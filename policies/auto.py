@@ -51,8 +51,7 @@ class Auto:
             return self.min_cut, "auto: min_cut, because there is no budget"
         condensed = condense(graph, device=self.device)
         saved = self.min_cut.decide(graph).saved
-        nodes = {condensed.node_of[v] for v in saved if v in condensed.node_of}
-        nodes = {n for n in nodes if n < condensed.problem.turn}
+        nodes = condensed.forward_nodes(saved)
         peak = replay(condensed.problem, sequence_of_saved(condensed.problem, nodes)).peak_bytes
         if peak <= budget_bytes:
             return self.min_cut, f"auto: min_cut, because its buffers peak at {peak:,} bytes"

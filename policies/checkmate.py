@@ -109,24 +109,22 @@ class Checkmate:
                 )
             solved = round_lp(problem, budget_bytes, seconds=self.seconds)
         else:
-            for label, sequence in (*starts(condensed), *cuts_of(problem, bound)):
-                pool.offer(label, sequence)
+            pool.offer_all((*starts(condensed), *cuts_of(problem, bound)))
             if pool.best is None:
-                for label, sequence in starts(condensed, frugal=True):
-                    pool.offer(label, sequence)
-            start = pool.best or pool.smallest
+                pool.offer_all(starts(condensed, frugal=True))
+            start = pool.start
             if is_compilable():
                 found = search(
                     problem,
                     budget_bytes,
-                    start=start.sequence if start else None,
+                    start=start,
                     proposals=_START_EFFORT * len(problem),
                 )
-                start = pool.offer("local search", found.sequence.tolist())
+                start = pool.offer("local search", found.sequence.tolist()).sequence
             solved = solve_restricted(
                 problem,
                 budget_bytes,
-                start=start.sequence if start else None,
+                start=start,
                 seconds=self.seconds,
                 gap=self.gap,
             )

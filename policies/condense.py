@@ -70,6 +70,11 @@ class Condensed:
             found[node].append(value)
         return tuple(map(tuple, found))
 
+    def forward_nodes(self, saved: Collection[int]) -> frozenset[int]:
+        """Returns the forward nodes that make values of `saved`."""
+        nodes = (self.node_of.get(value, self.problem.turn) for value in saved)
+        return frozenset(node for node in nodes if node < self.problem.turn)
+
     def backward_order(self, sequence: Sequence[int]) -> tuple[int, ...]:
         """Returns the operators of a sequence's backward pass, as `remat.schedule.build_schedule` takes them.
 

@@ -135,16 +135,12 @@ class Ilp:
             return decision_of(condensed, everything, 0.0, ())
         bound = cut_bound(problem, budget_bytes)
         if bound.smallest_bytes > budget_bytes:
-            for label, sequence in starts(condensed, frugal=True):
-                pool.offer(label, sequence)
+            pool.offer_all(starts(condensed, frugal=True))
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        for label, sequence in cuts_of(problem, bound):
-            pool.offer(label, sequence)
-        for label, sequence in starts(condensed):
-            pool.offer(label, sequence)
+        pool.offer_all(cuts_of(problem, bound))
+        pool.offer_all(starts(condensed))
         if pool.best is None:
-            for label, sequence in starts(condensed, frugal=True):
-                pool.offer(label, sequence)
+            pool.offer_all(starts(condensed, frugal=True))
         proven, notes = self._improve(pool, bound.bound)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
@@ -178,11 +174,10 @@ class Ilp:
         return pool.best.replayed.extra_cost - proven <= tolerance * (total + proven)
 
     def _exact(self, pool: Pool, proven: float, seconds: float) -> tuple[float, str]:
-        start = pool.best or pool.smallest
         solved = solve_restricted(
             pool.problem,
             pool.budget_bytes,
-            start=start.sequence if start else None,
+            start=pool.start,
             seconds=seconds,
         )
         if solved.sequence is not None:
@@ -191,12 +186,11 @@ class Ilp:
         return max(proven, solved.bound), note
 
     def _search(self, pool: Pool, effort: int, seed: int) -> tuple[str, ...]:
-        start = pool.best or pool.smallest
         compiled = is_compilable()
         found = search(
             pool.problem,
             pool.budget_bytes,
-            start=start.sequence if start else None,
+            start=pool.start,
             proposals=max(1, effort) * len(pool.problem) if compiled else None,
             seconds=self.seconds,
             seed=seed,

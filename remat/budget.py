@@ -277,8 +277,7 @@ class _Prices:
     def __call__(self, saved: frozenset[int]) -> tuple[int, float]:
         """Kernels that run again, and the bytes kept, written once and read once."""
         graph, problem = self.condensed.graph, self.condensed.problem
-        nodes = {self.condensed.node_of[v] for v in saved if v in self.condensed.node_of}
-        sequence = sequence_of_saved(problem, {n for n in nodes if n < problem.turn})
+        sequence = sequence_of_saved(problem, self.condensed.forward_nodes(saved))
         held = (saved & self.varying) | self._carried(saved)
         saved_bytes = sum(stored_bytes(graph.values[v]) for v in held)
         moved = 2 * saved_bytes / self.bandwidth
