@@ -21,6 +21,7 @@ from models import googlenet as googlenet_model
 from models import gpt, mlp, resnet
 from models import lstm as lstm_model
 from models import mobilenet as mobilenet_model
+from models import nmt as nmt_model
 from models import unet as unet_model
 from models import vgg as vgg_model
 
@@ -43,6 +44,9 @@ SMALL_CASES: tuple[str, ...] = (
     "mobilenet_v2_small",
     "googlenet_small",
     "unet_small",
+    "transformer_blocks_small",
+    "nmt_small",
+    "nmt_scan_small",
 )
 """The cases that run in seconds on a CPU."""
 
@@ -57,6 +61,16 @@ BLOCKS_LARGE: dict[str, Any] = {
     "dropout": 0.1,
     "dtype": jnp.bfloat16,
 }
+TRANSFORMER_BASE: dict[str, Any] = {
+    "layers": 6,
+    "batch": 32,
+    "length": 256,
+    "width": 512,
+    "heads": 8,
+    "dropout": 0.1,
+    "activation": "relu",
+}
+"""Blocks of the size of the base model of Vaswani et al. 2017, table 3; the norms come first, as in GPT-2."""
 _BLOCKS_SMALL: dict[str, Any] = {
     "layers": 3,
     "batch": 2,
@@ -133,6 +147,18 @@ def gpt_blocks_unrolled() -> Case:
 def gpt_blocks_unrolled_small() -> Case:
     """3 unrolled GPT blocks, otherwise as `gpt_blocks_scan_small`."""
     return gpt.blocks_unrolled(**_BLOCKS_SMALL)
+
+
+@_register
+def transformer_blocks() -> Case:
+    """6 unrolled blocks with ReLU, batch 32 x 256, width 512, float32, dropout 0.1."""
+    return gpt.blocks_unrolled(**TRANSFORMER_BASE)
+
+
+@_register
+def transformer_blocks_small() -> Case:
+    """`gpt_blocks_unrolled_small` with ReLU."""
+    return gpt.blocks_unrolled(**_BLOCKS_SMALL, activation="relu")
 
 
 @_register
@@ -217,6 +243,32 @@ def lstm_small() -> Case:
 def lstm() -> Case:
     """LSTM language model of width 1024, vocabulary 10 000, batch 64 x 128, dropout 0.5."""
     return lstm_model.lstm_loss(lstm_model.LSTM_FULL, batch=64, length=128)
+
+
+@_register
+def nmt() -> Case:
+    """LSTM translation with attention, hidden 512, batch 128 x 50, unrolled, dropout 0.2."""
+    return nmt_model.nmt_loss(nmt_model.NMT_FULL, batch=128, source_length=50)
+
+
+@_register
+def nmt_scan() -> Case:
+    """`nmt` with its time under `lax.scan`."""
+    config = dataclasses.replace(nmt_model.NMT_FULL, scan=True)
+    return nmt_model.nmt_loss(config, batch=128, source_length=50)
+
+
+@_register
+def nmt_small() -> Case:
+    """LSTM translation with attention, hidden 32, batch 4 x 6 to 5, unrolled, dropout 0.1."""
+    return nmt_model.nmt_loss(nmt_model.NMT_SMALL, batch=4, source_length=6, target_length=5)
+
+
+@_register
+def nmt_scan_small() -> Case:
+    """`nmt_small` with its time under `lax.scan`."""
+    config = dataclasses.replace(nmt_model.NMT_SMALL, scan=True)
+    return nmt_model.nmt_loss(config, batch=4, source_length=6, target_length=5)
 
 
 @_register

@@ -19,10 +19,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.gpt import cross_entropy, key_shape
+from models.batch_norm import Case, classifier_loss, conv_norm, pool_and_classify
 
 Array = jax.Array
-Case = tuple[Callable[..., Any], tuple[Any, ...]]
 WrapModule = Callable[[type[nn.Module]], type[nn.Module]]
 
 
@@ -134,50 +133,21 @@ class GoogLeNet(nn.Module):
             x = x if stage == 0 else _halve(x)
             for index, branches in enumerate(modules):
                 x = module(config, branches, name=f"stage_{stage}_module_{index}")(x)
-        x = nn.Dropout(config.dropout)(jnp.mean(x, axis=(1, 2)), deterministic=deterministic)
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        return nn.Dense(config.classes, name="head", **dtypes)(x)
+        return pool_and_classify(config, x, deterministic)
 
 
 def googlenet_loss(
     config: GoogLeNetConfig, batch: int, size: int, wrap_block: WrapModule | None = None
 ) -> Case:
-    """The training loss of a GoogLeNet and the shapes of its arguments.
-
-    The new batch statistics are computed and dropped, as in `models.resnet.resnet_scalar_loss`.
+    """The training loss of a GoogLeNet and the shapes of its arguments; see `classifier_loss`.
 
     Args:
         config: the network.
         batch: `B`.
         size: `S`; 224 for ImageNet.
         wrap_block: see `GoogLeNet`.
-
-    Returns:
-        `(loss, (params, batch_stats, images, labels, key))`, where `loss(...)` is the mean cross
-        entropy, a float32 scalar; `images` is `[B, S, S, 3]` and `labels` is `int[B]`. `key` drives
-        dropout; None turns dropout off.
     """
-    model = GoogLeNet(config, wrap_block)
-
-    def loss(
-        params: Any, batch_stats: Any, images: Array, labels: Array, key: Array | None
-    ) -> Array:
-        variables = {"params": params, "batch_stats": batch_stats}
-        rngs = None if key is None else {"dropout": key}
-        logits, _ = model.apply(variables, images, key is None, rngs=rngs, mutable=["batch_stats"])
-        return cross_entropy(logits, labels)
-
-    params, batch_stats = jax.eval_shape(lambda: init_variables(config, size))
-    images = jax.ShapeDtypeStruct((batch, size, size, 3), config.dtype)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return loss, (params, batch_stats, images, labels, key_shape())
-
-
-def init_variables(config: GoogLeNetConfig, size: int, seed: int | Array = 0) -> tuple[Any, Any]:
-    """Freshly initialised `(params, batch_stats)`; under `jax.eval_shape`, their shapes."""
-    images = jnp.zeros((1, size, size, 3), config.dtype)
-    variables = GoogLeNet(config).init(jax.random.key(seed), images, True)
-    return variables["params"], variables["batch_stats"]
+    return classifier_loss(GoogLeNet(config, wrap_block), config, batch, size)
 
 
 def _halve(x: Array) -> Array:
@@ -189,19 +159,4 @@ def _conv_norm_relu(
     config: GoogLeNetConfig, x: Array, filters: int, kernel: int, name: str, stride: int = 1
 ) -> Array:
     """A convolution without bias, its batch norm and ReLU; called inside a module."""
-    dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-    padding = (kernel - 1) // 2
-    conv = nn.Conv(
-        filters,
-        (kernel, kernel),
-        strides=(stride, stride),
-        padding=((padding, padding), (padding, padding)),
-        use_bias=False,
-        kernel_init=nn.initializers.he_normal(),
-        name=f"conv_{name}",
-        **dtypes,
-    )
-    norm = nn.BatchNorm(
-        use_running_average=False, momentum=0.9, epsilon=1e-3, name=f"norm_{name}", **dtypes
-    )
-    return nn.relu(norm(conv(x)))
+    return nn.relu(conv_norm(config, x, filters, kernel, name, stride=stride, epsilon=1e-3))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,10 @@ Array = jax.Array
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 WrapModule = Callable[[type[nn.Module]], type[nn.Module]]
 WrapFunction = Callable[[Callable[..., Any]], Callable[..., Any]]
+Activation = Literal["gelu", "relu"]
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {"gelu": nn.gelu, "relu": nn.relu}
+"""The non-linearities between the two layers of the feed-forward network, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,8 @@ class GPTConfig:
         width: `D`, the width of the residual stream.
         heads: `H`, the number of attention heads; divides `width`.
         dropout: the rate of every dropout layer.
+        activation: of the feed-forward network: "gelu" as in GPT-2, or "relu" as in the Transformer
+            of Vaswani et al. 2017.
         dtype: the dtype of activations.
         param_dtype: the dtype of parameters.
         softmax_dtype: the dtype of the attention softmax; None for `dtype`.
@@ -49,6 +55,7 @@ class GPTConfig:
     width: int
     heads: int
     dropout: float = 0.0
+    activation: Activation = "gelu"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     softmax_dtype: Any = None
@@ -59,6 +66,10 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"`heads` must divide `width`: {self.heads} and {self.width}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"`activation` is {self.activation!r}; expected one of {sorted(ACTIVATIONS)}"
+            )
 
 
 GPT_TINY = GPTConfig(vocab_size=128, context=64, layers=2, width=64, heads=2, dropout=0.1)
@@ -110,7 +121,7 @@ class Block(nn.Module):
         y = Attention(config, name="attention")(y, deterministic)
         x = x + nn.Dropout(config.dropout)(y, deterministic=deterministic)
         y = _layer_norm(config, "norm_mlp")(x)
-        y = nn.gelu(_dense(config, 4 * config.width, "mlp_in")(y))
+        y = ACTIVATIONS[config.activation](_dense(config, 4 * config.width, "mlp_in")(y))
         y = _dense(config, config.width, "mlp_out")(y)
         return x + nn.Dropout(config.dropout)(y, deterministic=deterministic)
 
@@ -233,6 +244,7 @@ def blocks_scanned(
     dtype: Any = jnp.float32,
     wrap: WrapFunction | None = None,
     segment: int | None = None,
+    activation: Activation = "gelu",
 ) -> Case:
     """`L` blocks under `jax.lax.scan`, without embeddings: the classic benchmark of remat policies.
 
@@ -248,6 +260,7 @@ def blocks_scanned(
             `lambda layer: jax.checkpoint(layer, policy=..., prevent_cse=False)`.
         segment: layers of an inner scan that is checkpointed as a whole, under an outer one; it
             divides `layers`. None for one scan without checkpoints.
+        activation: see `GPTConfig`.
 
     Returns:
         `(loss, (params, x, key))`, where `loss` is the float32 mean of the output, `params` has
@@ -258,7 +271,7 @@ def blocks_scanned(
     """
     if segment is not None and (segment < 1 or layers % segment):
         raise ValueError(f"`segment` must divide `layers`: {segment} and {layers}")
-    config = _block_config(layers, length, width, heads, dropout, dtype)
+    config = _block_config(layers, length, width, heads, dropout, dtype, activation)
     layer = layer_function(config, wrap)
 
     def loss(params: Any, x: Array, key: Array) -> Array:
@@ -290,6 +303,7 @@ def blocks_unrolled(
     dtype: Any = jnp.float32,
     wrap: WrapFunction | None = None,
     segment: int | None = None,
+    activation: Activation = "gelu",
 ) -> Case:
     """`blocks_scanned` as a Python loop.
 
@@ -297,7 +311,7 @@ def blocks_unrolled(
     that `params` is a tuple of `L` pytrees: slicing stacked ones would add its own backward pass.
     `segment` layers at a time are under one `jax.checkpoint`; the last group may be smaller.
     """
-    config = _block_config(layers, length, width, heads, dropout, dtype)
+    config = _block_config(layers, length, width, heads, dropout, dtype, activation)
     layer = layer_function(config, wrap)
 
     def loss(params: tuple[Any, ...], x: Array, key: Array) -> Array:
@@ -409,7 +423,13 @@ def _embed(config: GPTConfig, entries: int, name: str) -> nn.Embed:
 
 
 def _block_config(
-    layers: int, length: int, width: int, heads: int, dropout: float, dtype: Any
+    layers: int,
+    length: int,
+    width: int,
+    heads: int,
+    dropout: float,
+    dtype: Any,
+    activation: Activation = "gelu",
 ) -> GPTConfig:
     return GPTConfig(
         vocab_size=1,
@@ -418,6 +438,7 @@ def _block_config(
         width=width,
         heads=heads,
         dropout=dropout,
+        activation=activation,
         dtype=dtype,
         param_dtype=dtype,
     )

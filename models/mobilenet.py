@@ -16,10 +16,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.gpt import cross_entropy, key_shape
+from models.batch_norm import Case, classifier_loss, conv_norm, pool_and_classify
 
 Array = jax.Array
-Case = tuple[Callable[..., Any], tuple[Any, ...]]
 WrapModule = Callable[[type[nn.Module]], type[nn.Module]]
 
 
@@ -77,9 +76,9 @@ class InvertedResidual(nn.Module):
         wide = channels * self.expansion
         y = x
         if self.expansion != 1:
-            y = nn.relu6(_conv_norm(config, y, wide, 1, 1, "expand"))
-        y = nn.relu6(_conv_norm(config, y, wide, 3, self.stride, "depthwise", groups=wide))
-        y = _conv_norm(config, y, self.filters, 1, 1, "project")
+            y = nn.relu6(conv_norm(config, y, wide, 1, "expand"))
+        y = nn.relu6(conv_norm(config, y, wide, 3, "depthwise", stride=self.stride, groups=wide))
+        y = conv_norm(config, y, self.filters, 1, "project")
         return x + y if self.stride == 1 and channels == self.filters else y
 
 
@@ -102,82 +101,24 @@ class MobileNetV2(nn.Module):
         block: Any = (
             InvertedResidual if self.wrap_block is None else self.wrap_block(InvertedResidual)
         )
-        x = nn.relu6(_conv_norm(config, images, config.stem, 3, 2, "stem"))
+        x = nn.relu6(conv_norm(config, images, config.stem, 3, "stem", stride=2))
         for stage, (expansion, filters, repeats, stride) in enumerate(config.blocks):
             for index in range(repeats):
                 name = f"stage_{stage}_block_{index}"
                 x = block(config, expansion, filters, stride if index == 0 else 1, name=name)(x)
-        x = nn.relu6(_conv_norm(config, x, config.last, 1, 1, "last"))
-        x = nn.Dropout(config.dropout)(jnp.mean(x, axis=(1, 2)), deterministic=deterministic)
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        return nn.Dense(config.classes, name="head", **dtypes)(x)
+        x = nn.relu6(conv_norm(config, x, config.last, 1, "last"))
+        return pool_and_classify(config, x, deterministic)
 
 
 def mobilenet_loss(
     config: MobileNetConfig, batch: int, size: int, wrap_block: WrapModule | None = None
 ) -> Case:
-    """The training loss of a MobileNetV2 and the shapes of its arguments.
-
-    The new batch statistics are computed and dropped, as in `models.resnet.resnet_scalar_loss`.
+    """The training loss of a MobileNetV2 and the shapes of its arguments; see `classifier_loss`.
 
     Args:
         config: the network.
         batch: `B`.
         size: `S`; 224 for ImageNet.
         wrap_block: see `MobileNetV2`.
-
-    Returns:
-        `(loss, (params, batch_stats, images, labels, key))`, where `loss(...)` is the mean cross
-        entropy, a float32 scalar; `images` is `[B, S, S, 3]` and `labels` is `int[B]`. `key` drives
-        dropout; None turns dropout off.
     """
-    model = MobileNetV2(config, wrap_block)
-
-    def loss(
-        params: Any, batch_stats: Any, images: Array, labels: Array, key: Array | None
-    ) -> Array:
-        variables = {"params": params, "batch_stats": batch_stats}
-        rngs = None if key is None else {"dropout": key}
-        logits, _ = model.apply(variables, images, key is None, rngs=rngs, mutable=["batch_stats"])
-        return cross_entropy(logits, labels)
-
-    params, batch_stats = jax.eval_shape(lambda: init_variables(config, size))
-    images = jax.ShapeDtypeStruct((batch, size, size, 3), config.dtype)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return loss, (params, batch_stats, images, labels, key_shape())
-
-
-def init_variables(config: MobileNetConfig, size: int, seed: int | Array = 0) -> tuple[Any, Any]:
-    """Freshly initialised `(params, batch_stats)`; under `jax.eval_shape`, their shapes."""
-    images = jnp.zeros((1, size, size, 3), config.dtype)
-    variables = MobileNetV2(config).init(jax.random.key(seed), images, True)
-    return variables["params"], variables["batch_stats"]
-
-
-def _conv_norm(
-    config: MobileNetConfig,
-    x: Array,
-    filters: int,
-    kernel: int,
-    stride: int,
-    name: str,
-    groups: int = 1,
-) -> Array:
-    """A convolution without bias and its batch norm; called inside a module."""
-    dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-    padding = (kernel - 1) // 2
-    conv = nn.Conv(
-        filters,
-        (kernel, kernel),
-        strides=(stride, stride),
-        padding=((padding, padding), (padding, padding)),
-        feature_group_count=groups,
-        use_bias=False,
-        kernel_init=nn.initializers.he_normal(),
-        name=f"conv_{name}",
-        **dtypes,
-    )
-    norm = nn.BatchNorm(
-        use_running_average=False, momentum=0.9, epsilon=1e-5, name=f"norm_{name}", **dtypes
-    )
-    return norm(conv(x))
+    return classifier_loss(MobileNetV2(config, wrap_block), config, batch, size)

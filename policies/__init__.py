@@ -13,9 +13,12 @@ if __name__ != "remat.policies":
 from remat.policies.auto import Auto
 from remat.policies.base import BudgetPolicy, Decision, Policy
 from remat.policies.checkmate import Checkmate
+from remat.policies.echo import Echo
 from remat.policies.full import Full
+from remat.policies.gist import Gist
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
+from remat.policies.monet import Monet
 from remat.policies.names import Names
 from remat.policies.none import SaveAll
 from remat.policies.registry import POLICIES, get_policy, register_policy
@@ -28,9 +31,12 @@ __all__ = [
     "BudgetPolicy",
     "Checkmate",
     "Decision",
+    "Echo",
     "Full",
+    "Gist",
     "Ilp",
     "MinCut",
+    "Monet",
     "Names",
     "Policy",
     "Revolve",

@@ -9,7 +9,7 @@ from remat.errors import BudgetError
 from remat.plan import Certificate, Status
 from remat.policies._ilp_cut import CutBound, once_each
 from remat.policies._segments import grid_search, recursive_segments, sequence_of_saved
-from remat.policies.base import Decision, required_saves
+from remat.policies.base import Decision, largest_named, required_saves
 from remat.policies.condense import Condensed
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import Problem, Replayed, replay
@@ -158,13 +158,17 @@ def too_small_message(
     lines.append(f"No plan can go below {least_bytes:,} bytes.")
     if len(problem):
         op = graph.ops[condensed.roots[node]]
-        values = [v for n in (*problem.inputs[node], node) for v in condensed.values_of[n]]
-        values.sort(key=lambda v: -graph.values[v].nbytes)
-        named = [f"{graph.values[v].label} ({graph.values[v].nbytes:,} bytes)" for v in values[:4]]
+        values = [
+            graph.values[v] for n in (*problem.inputs[node], node) for v in condensed.values_of[n]
+        ]
+        named = largest_named(
+            (v.label, "" if v.producer is None else graph.ops[v.producer].name, v.nbytes)
+            for v in values
+        )
         where = f" at {op.source}" if op.source else ""
         lines.append(
             f"The largest operator is {op.name}{where}, which needs {int(problem.needs[node]):,} bytes "
-            f"at once: {', '.join(named)}."
+            f"at once: {named}."
         )
     lines.append("Raise the budget, use a smaller batch, or split that operator.")
     return " ".join(lines)

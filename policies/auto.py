@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from remat.graph import Graph
+from remat.graph import Graph, Implementations
 from remat.policies._segments import sequence_of_saved
 from remat.policies.base import Decision
 from remat.policies.condense import condense
@@ -44,6 +44,11 @@ class Auto:
     def device(self) -> str:
         """Device whose roofline the estimates use."""
         return self.ilp.device
+
+    @property
+    def implementations(self) -> Implementations:
+        """Which rewrites both plan with: those of `ilp`."""
+        return self.ilp.implementations
 
     def choose(self, graph: Graph, budget_bytes: int | None) -> tuple[MinCut | Ilp, str]:
         """Returns the policy for a graph and a budget, and the reason in words."""

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
-from remat.graph import Graph
+from remat.errors import PolicyError
+from remat.graph import Alternatives, Graph, Implementations, is_wanted
 from remat.plan import Certificate, Status
 
-__all__ = ["BudgetPolicy", "Decision", "Policy", "describe_options", "required_saves"]
+__all__ = [
+    "BudgetPolicy",
+    "Decision",
+    "Implementations",
+    "Policy",
+    "carried_reads",
+    "check_implementations",
+    "choose_sites",
+    "describe_options",
+    "largest_named",
+    "required_saves",
+]
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,8 @@ class Decision:
         order: the backward pass as operator ids, forward operators where they run again included (see
             `remat.schedule.build_schedule`); None repeats them when the backward pass first needs them.
         buffer_peak_bytes: peak of the buffers as the policy counted them, None if it did not.
+        forms: the form in which a value is kept where it is not the smallest lossless one, by value id; see
+            `remat.forms`.
     """
 
     saved: frozenset[int]
@@ -31,6 +46,7 @@ class Decision:
     notes: tuple[str, ...] = ()
     order: tuple[int, ...] | None = None
     buffer_peak_bytes: int | None = None
+    forms: tuple[tuple[int, str], ...] = ()
 
 
 @runtime_checkable
@@ -72,6 +88,38 @@ class BudgetPolicy(Protocol):
         ...
 
 
+def check_implementations(policy: str, given: object) -> None:
+    """Raises PolicyError if `implementations` is not what it may be."""
+    named = isinstance(given, tuple) and all(isinstance(name, str) for name in given)
+    if not named and given not in ("none", "exact", "all"):
+        raise PolicyError(
+            f"{policy}(implementations={given!r}): expected 'none', 'exact' (the bit-exact ones), 'all', or a "
+            "tuple of names of rules, kinds or operators, for instance ('pool_codes', 'softmax')"
+        )
+
+
+def choose_sites(policy: object, menu: Alternatives, budget: int | float | None) -> frozenset[str]:
+    """Returns the sites at which a policy wants the graph rewritten before it plans it.
+
+    A policy with a method `sites_for(menu, budget)` decides itself; one with a field `implementations` names them;
+    others plan the graph as it is.
+
+    Args:
+        policy: any policy.
+        menu: what there is.
+        budget: bytes, a fraction of the peak without rematerialization, or None.
+    """
+    decide = getattr(policy, "sites_for", None)
+    if decide is not None:
+        return decide(menu, budget)
+    wanted: Implementations = getattr(policy, "implementations", "none")
+    if wanted == "none":
+        return frozenset()
+    operators = frozenset(site.name for site in menu.operators(wanted))
+    rest = menu.with_operators(operators).sites
+    return operators | {site.name for site in rest if is_wanted(site, wanted)}
+
+
 def describe_options(policy: object) -> str:
     """Returns a policy's settings as text, `name=value, ...`, those at their default left out."""
     changed = [
@@ -80,6 +128,20 @@ def describe_options(policy: object) -> str:
         if getattr(policy, f.name) != f.default
     ]
     return ", ".join(changed)
+
+
+def largest_named(buffers: Iterable[tuple[str, str, int]], count: int = 4) -> str:
+    """Returns the largest of some arrays as text, as every error about memory names them.
+
+    Args:
+        buffers: label, operator that made it (empty if none did) and bytes of each.
+        count: how many to name.
+    """
+    largest = sorted(buffers, key=lambda buffer: -buffer[2])[:count]
+    return ", ".join(
+        f"{label} of {op} ({nbytes:,} bytes)" if op else f"{label} ({nbytes:,} bytes)"
+        for label, op, nbytes in largest
+    )
 
 
 def required_saves(graph: Graph, wanted: frozenset[int]) -> frozenset[int]:
@@ -92,7 +154,28 @@ def required_saves(graph: Graph, wanted: frozenset[int]) -> frozenset[int]:
         graph: a joint graph.
         wanted: forward values to keep if the backward pass reaches them.
     """
-    saved: set[int] = set()
+    return frozenset(
+        value
+        for value in _walked_back(graph, wanted)
+        if value not in graph.sources and _is_kept(graph, wanted, value)
+    )
+
+
+def carried_reads(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
+    """Returns the carried inputs of a loop's body that the backward pass reads, with only `saved` kept beside.
+
+    They are kept once per iteration, like what the body computes.
+
+    Args:
+        graph: of the body.
+        saved: forward values that are kept.
+    """
+    carried = graph.sources.intersection(graph.carried)
+    return carried.intersection(_walked_back(graph, saved))
+
+
+def _walked_back(graph: Graph, wanted: frozenset[int]) -> set[int]:
+    """What is met on the way back from what the backward pass reads, up to what is kept and the sources."""
     seen: set[int] = set()
     todo = list(graph.backward_reads)
     while todo:
@@ -101,11 +184,11 @@ def required_saves(graph: Graph, wanted: frozenset[int]) -> frozenset[int]:
             continue
         seen.add(value)
         producer = graph.values[value].producer
-        if value in graph.sources or producer is None:
-            continue
-        op = graph.ops[producer]
-        if value in wanted or not op.recomputable:
-            saved.add(value)
-            continue
-        todo += op.inputs
-    return frozenset(saved)
+        if producer is not None and not _is_kept(graph, wanted, value):
+            todo += graph.ops[producer].inputs
+    return seen
+
+
+def _is_kept(graph: Graph, wanted: frozenset[int], value: int) -> bool:
+    producer = graph.values[value].producer
+    return producer is not None and (value in wanted or not graph.ops[producer].recomputable)

@@ -21,7 +21,7 @@ convolutions are taken to reach 40 % of what the data sheet promises.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -32,7 +32,7 @@ from remat.plan import stored_bytes
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import Problem
 
-__all__ = ["Condensed", "Objective", "condense"]
+__all__ = ["Condensed", "Objective", "buffers_of", "condense", "condense_apart"]
 
 Objective = Literal["seconds", "flops"]
 
@@ -40,6 +40,8 @@ Objective = Literal["seconds", "flops"]
 # kernels come close to the memory's. Without this factor recomputing a thin convolution would look cheaper than
 # recomputing the normalisation after it.
 _HEAVY_EFFICIENCY = 0.4
+# Where a graph's `__dict__` holds what was made of it, by device and objective.
+_MADE = "_condensed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class Condensed:
         node_of: node by value id, for the values that are buffers.
         objective: what a cost is: roofline seconds, or flops.
         fused: for every node the other operators it runs, in order of execution.
+        overwrites: nodes that are not joined with the one they overwrite, with that one.
     """
 
     graph: Graph
@@ -61,6 +64,7 @@ class Condensed:
     node_of: Mapping[int, int]
     fused: tuple[tuple[int, ...], ...]
     objective: Objective = "seconds"
+    overwrites: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def values_of(self) -> tuple[tuple[int, ...], ...]:
@@ -141,9 +145,61 @@ def condense(
         op_seconds: measured seconds of single operators, by operator id, instead of their roofline; what is
             fused into them adds its arithmetic. See `remat.cost.measure`.
         workspace: extra bytes while an operator runs, by operator id (the body of a loop).
+
+    Without `op_seconds` and `workspace` a graph is coarsened once per device and objective: later calls return the
+    same object. It lives as long as the graph.
     """
+    if op_seconds or workspace:
+        return _condense(graph, device, objective, op_seconds or {}, workspace or {})
+    # Beside the graph's cached properties: a table by graph would hash all of it, and each entry, which refers to
+    # the graph, would keep it alive.
+    made: dict[tuple[str, str], Condensed] = vars(graph).setdefault(_MADE, {})
+    key = (device, objective)
+    if key not in made:
+        made[key] = _condense(graph, device, objective, {}, {})
+    return made[key]
+
+
+def condense_apart(
+    graph: Graph,
+    buffers: Collection[int],
+    *,
+    device: str = "h200",
+    objective: Objective = "seconds",
+) -> Condensed:
+    """Coarsens a joint graph like `condense`, with given buffers and without joining what is overwritten.
+
+    So the nodes of several rewrites of one graph correspond to each other.
+
+    Args:
+        graph: a joint graph.
+        buffers: values that are buffers if anything reads them, beside those that have to be.
+        device, objective: as in `condense`.
+    """
+    return _condense(graph, device, objective, {}, {}, also=buffers, join=False)
+
+
+def buffers_of(graph: Graph) -> frozenset[int]:
+    """Returns the values that `condense` takes for buffers."""
+    return frozenset(_buffers(graph, _live_ops(graph)))
+
+
+def _condense(
+    graph: Graph,
+    device: str,
+    objective: Objective,
+    op_seconds: Mapping[int, float],
+    workspace: Mapping[int, int],
+    *,
+    also: Collection[int] | None = None,
+    join: bool = True,
+) -> Condensed:
     live = _live_ops(graph)
     buffers = _buffers(graph, live)
+    if also is not None:
+        written = {v for op in graph.ops if op.id in live for v in op.outputs}
+        read = {v for v in written if any(user in live for user in graph.users[v])}
+        buffers |= read.intersection(also)
     chip = get_device(device)
     forward = [op for op in graph.forward_ops() if op.id in live]
     backward = [op for op in graph.backward_ops() if op.id in live]
@@ -163,18 +219,22 @@ def condense(
         sum(stored_bytes(graph.values[v]) for v in op.outputs if v in buffers and v not in free)
         for op in rooted
     ]
-    price = _Price(graph, chip, objective, op_seconds or {})
+    price = _Price(graph, chip, objective, op_seconds)
     nodes = _Nodes(
         roots=[op.id for op in rooted],
         costs=[price(op, fused[i]) for i, op in enumerate(rooted)],
         sizes=kept_bytes,
         inputs=inputs,
         repeatable=[op.phase == "forward" and op.recomputable for op in rooted],
-        workspace=[(workspace or {}).get(op.id, 0) for op in rooted],
+        workspace=[workspace.get(op.id, 0) for op in rooted],
         fused=fused,
         buffers=buffers,
     )
-    return nodes.in_place(graph, turn).finish(graph, node_of, objective)
+    joined = nodes.overwritten(graph, turn)
+    if not join:
+        apart = nodes.without(set(), turn).finish(graph, node_of, objective)
+        return replace(apart, overwrites={reader: node for node, reader in joined.items()})
+    return nodes.in_place(joined, turn).finish(graph, node_of, objective)
 
 
 @dataclass
@@ -192,19 +252,23 @@ class _Nodes:
     turn: int = 0
     number: dict[int, int] = field(default_factory=dict)
 
-    def in_place(self, graph: Graph, turn: int) -> _Nodes:
-        """Joins a buffer with the element-wise kernel that alone reads it and overwrites it (conv, relu).
-
-        Keeping the first instead of the second would gain nothing: they have one size.
-        """
+    def overwritten(self, graph: Graph, turn: int) -> dict[int, int]:
+        """Returns the nodes whose buffer an element-wise kernel alone reads and overwrites, with that kernel."""
         readers: list[list[int]] = [[] for _ in self.roots]
         for node, reads in enumerate(self.inputs):
             for read in reads:
                 readers[read].append(node)
-        into: dict[int, int] = {}
-        for node, users in enumerate(readers):
-            if len(users) == 1 and self._overwrites(graph, node, users[0], turn):
-                into[node] = users[0]
+        return {
+            node: users[0]
+            for node, users in enumerate(readers)
+            if len(users) == 1 and self._overwrites(graph, node, users[0], turn)
+        }
+
+    def in_place(self, into: Mapping[int, int], turn: int) -> _Nodes:
+        """Joins buffers with the kernels that overwrite them (conv, relu).
+
+        Keeping the first instead of the second would gain nothing: they have one size.
+        """
         for node, reader in into.items():
             self.costs[reader] += self.costs[node]
             self.fused[reader] = tuple(
@@ -213,7 +277,11 @@ class _Nodes:
             joined = {*self.inputs[node], *self.inputs[reader]} - {node}
             self.inputs[reader] = sorted(joined)
             self.workspace[reader] = max(self.workspace[reader], self.workspace[node])
-        kept = [node for node in range(len(self.roots)) if node not in into]
+        return self.without(into.keys(), turn)
+
+    def without(self, gone: Collection[int], turn: int) -> _Nodes:
+        """Returns the other nodes, numbered anew."""
+        kept = [node for node in range(len(self.roots)) if node not in gone]
         number = {node: index for index, node in enumerate(kept)}
         return _Nodes(
             roots=[self.roots[node] for node in kept],

@@ -6,13 +6,20 @@ kernels run again, as often as it pays. Several planners start, and the best sta
 
 1. minimum cuts (Yu & He), Chen's segments and their recursion, the cuts of the Lagrangian bound, and for chains of
    blocks the exact dynamic program (Beaumont, Herrmann et al.);
-2. local search on the executed sequence (Imanishi et al. 2024);
+2. local search on the executed sequence (Imanishi et al. 2024); up to 350 buffers, where more than 4 % lie
+   between its result and the bound, hotter and from several seeds, and a bound from several moments at once
+   (`remat.policies._joint_bound`);
 3. Checkmate's integer program (Jain et al. 2020), restricted to what JAX executes, on HiGHS: for small graphs, and
    up to 350 buffers where more than 2 % lie between the search's result and the bound.
 
 Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`). The certificate holds a
 proven lower bound on the cost of every such sequence of the coarsened graph: the integer program's, or a
-Lagrangian minimum cut's. Without a budget the limit is the peak of keeping everything.
+Lagrangian minimum cut's. Without a budget the limit is the peak of keeping everything: nothing runs again.
+
+The body of a loop without a budget is planned by `min_cut`. What a body keeps is copied into an array of all
+iterations and read back from it, so keeping everything is not the fastest program there. The sequence counts
+kernels, not these copies; the cut counts what is kept as traffic. Its certificate is then that of the cut. With
+`objective="flops"` a body keeps everything, too: nothing takes fewer operations.
 
 Complexity: starts near linear; search `effort` proposals of logarithmic cost each; the integer program is
 exponential and stops after `seconds`.
@@ -21,26 +28,32 @@ exponential and stops after `seconds`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 from remat.devices import get_device
 from remat.errors import PolicyError
-from remat.graph import Graph
+from remat.graph import Graph, Implementations
 from remat.policies._chains import solve_chain
 from remat.policies._ilp_cut import cut_bound
+from remat.policies._joint_bound import joint_bound
 from remat.policies._milp import solve_restricted
 from remat.policies._search import is_compilable, search
 from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
-from remat.policies.base import Decision
+from remat.policies.base import Decision, check_implementations
 from remat.policies.condense import Condensed, Objective, condense
+from remat.policies.min_cut import MinCut
 from remat.policies.problem import peak_of_order
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
 _EXACT_LIMIT = 350  # nodes that the integer program copes with
 _UNCLEAR = 0.02  # a gap that the integer program may close, as a share of the program's cost
+_WIDE = 0.04  # a gap at which hot searches and a dearer bound are worth their seconds
+_RESTARTS, _HEAT = 6, 10.0  # hot searches, each from the sequence without repetitions
+_POLISHES = 6  # searches after them, from the best
 _CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
+_BODY_NOTE = "loop body: a minimum cut, because what is kept is written and read in every iteration"
 
 Method = Literal["auto", "exact", "search", "starts"]
 
@@ -74,8 +87,10 @@ class Ilp:
         tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
             twentieth of that effort to be enough.
         costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop bodies
-            keep their roofline.
+            keep their estimates.
         device: whose roofline prices the nodes.
+        implementations: which rewrites of the backward pass to plan with: `exact` for those whose gradients are
+            bit-equal, `none`, `all`, or names of rules or kinds; see `remat.rules`.
     """
 
     objective: Objective = "seconds"
@@ -86,6 +101,7 @@ class Ilp:
     tolerance: float = 0.002
     costs: MeasuredCosts | None = field(default=None, repr=False)
     device: str = "h200"
+    implementations: Implementations = "exact"
     name: ClassVar[str] = "ilp"
 
     def __post_init__(self) -> None:
@@ -102,9 +118,13 @@ class Ilp:
                 f"tolerance={self.tolerance!r}): expected positive numbers"
             )
         get_device(self.device)
+        check_implementations("Ilp", self.implementations)
 
     def decide(self, graph: Graph) -> Decision:
-        """Returns the plan without a budget: its limit is the peak of keeping everything."""
+        """Returns the plan without a budget: it keeps everything; of a loop's body, what `min_cut` keeps."""
+        if graph.multiplicity > 1 and self.objective == "seconds":
+            decision = MinCut(device=self.device).decide(graph)
+            return replace(decision, notes=(_BODY_NOTE, *decision.notes))
         condensed = self._condensed(graph)
         return self._solve(condensed, peak_of_order(condensed.problem))
 
@@ -158,6 +178,9 @@ class Ilp:
                 if chain is not None:
                     pool.offer("chain", chain.sequence)
             notes += self._search(pool, self.effort, 1)
+        if self.method == "auto" and count <= _EXACT_LIMIT:
+            proven, more = self._narrow(pool, proven)
+            notes += more
         unclear = not self._good_enough(pool, proven, _UNCLEAR) and count <= _EXACT_LIMIT
         if self.method == "exact" or (self.method == "auto" and count <= self.exact_limit):
             proven, note = self._exact(pool, proven, self.seconds)
@@ -165,6 +188,34 @@ class Ilp:
         elif self.method == "auto" and unclear:
             proven, note = self._exact(pool, proven, self.seconds / 4)
             notes.append(note)
+        return proven, tuple(notes)
+
+    def _narrow(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
+        """Where few large results fill the budget: hot searches, then the bound from several moments."""
+        problem = pool.problem
+        notes: list[str] = []
+        if not is_compilable() or self._good_enough(pool, proven, _WIDE):
+            return proven, ()
+        proposals = max(1, self.effort) * len(problem)
+        for seed in range(_RESTARTS):
+            found = search(problem, pool.budget_bytes, proposals=proposals, seed=seed, heat=_HEAT)
+            pool.offer(f"hot search {seed}", found.sequence.tolist())
+        for seed in range(_POLISHES):
+            found = search(
+                problem,
+                pool.budget_bytes,
+                start=pool.start,
+                proposals=proposals,
+                seed=_RESTARTS + seed,
+                heat=1.0 + seed % 2,
+            )
+            pool.offer("hot search, searched on", found.sequence.tolist())
+        notes.append(f"hot searches: {_RESTARTS}, then {_POLISHES} from the best")
+        if pool.best is not None and not self._good_enough(pool, proven, _WIDE):
+            enough = pool.best.replayed.extra_cost - _UNCLEAR * problem.total_cost
+            joint = joint_bound(problem, pool.budget_bytes, seconds=self.seconds, enough=enough)
+            proven = max(proven, min(joint.bound, pool.best.replayed.extra_cost))
+            notes.append(f"bound from {joint.stages} moments after {joint.solve_seconds:.1f} s")
         return proven, tuple(notes)
 
     def _good_enough(self, pool: Pool, proven: float, tolerance: float) -> bool:

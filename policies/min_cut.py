@@ -38,10 +38,10 @@ from typing import ClassVar, Literal
 from remat.cost import hlo_type
 from remat.devices import get_device
 from remat.errors import PolicyError
-from remat.graph import Graph, Op, Phase
+from remat.graph import Graph, Implementations, Op, Phase
 from remat.plan import Certificate, stored_bytes
 from remat.policies._flow import INFINITE, Cut, minimum_cut
-from remat.policies.base import Decision
+from remat.policies.base import Decision, check_implementations
 
 __all__ = ["MinCut", "between_groups"]
 
@@ -59,6 +59,8 @@ class MinCut:
         random: `ban` keeps random bits or what is made of them; `cheap` lets them be drawn again.
         reduction_ratio: a reduction whose result is at least this much smaller is kept (section 3.4).
         device: whose flops per byte the roofline price uses.
+        implementations: which rewrites of the backward pass to plan with: `exact` for those whose gradients are
+            bit-equal, `none`, `all`, or names of rules or kinds; see `remat.rules`.
     """
 
     memory_weight: float = 1.25
@@ -66,6 +68,7 @@ class MinCut:
     random: Literal["ban", "cheap"] = "ban"
     reduction_ratio: int = 4
     device: str = "h200"
+    implementations: Implementations = "exact"
     name: ClassVar[str] = "min_cut"
 
     def __post_init__(self) -> None:
@@ -81,11 +84,12 @@ class MinCut:
                 f"MinCut(reduction_ratio={self.reduction_ratio!r}): expected an integer of at least 1"
             )
         get_device(self.device)
+        check_implementations("MinCut", self.implementations)
 
     @classmethod
     def paper(cls) -> MinCut:
         """Returns the algorithm as published: traffic is the only objective."""
-        return cls(memory_weight=0)
+        return cls(memory_weight=0, implementations="none")
 
     def decide(self, graph: Graph) -> Decision:
         """Returns the minimum cut's values with the flow that certifies it."""

@@ -8,9 +8,12 @@ from remat.errors import PolicyError, nearest
 from remat.policies.auto import Auto
 from remat.policies.base import Policy
 from remat.policies.checkmate import Checkmate
+from remat.policies.echo import Echo
 from remat.policies.full import Full
+from remat.policies.gist import Gist
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
+from remat.policies.monet import Monet
 from remat.policies.names import Names
 from remat.policies.none import SaveAll
 from remat.policies.revolve import Revolve
@@ -25,8 +28,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "min_cut": MinCut,
     "sublinear": Sublinear,
     "revolve": Revolve,
+    "echo": Echo,
     "checkmate": Checkmate,
     "ilp": Ilp,
+    "monet": Monet,
+    "gist": Gist,
     "auto": Auto,
 }
 

@@ -10,6 +10,7 @@ from remat.compile import compile_report as compile_report
 from remat.errors import BudgetError as BudgetError
 from remat.errors import CompileError as CompileError
 from remat.errors import DifferentiationError as DifferentiationError
+from remat.errors import ImplementationError as ImplementationError
 from remat.errors import PlanError as PlanError
 from remat.errors import PolicyError as PolicyError
 from remat.errors import RematError as RematError
@@ -17,6 +18,12 @@ from remat.errors import ScheduleError as ScheduleError
 from remat.errors import TraceError as TraceError
 from remat.fit import Fitted as Fitted
 from remat.fit import fit as fit
+from remat.lossy import GradientError as GradientError
+from remat.lossy import encoding_error as encoding_error
+from remat.operators import Implementation as Implementation
+from remat.operators import check_implementation as check_implementation
+from remat.operators import register_implementation as register_implementation
+from remat.operators import unregister_implementation as unregister_implementation
 from remat.pareto import Pareto as Pareto
 from remat.pareto import iter_pareto as iter_pareto
 from remat.pareto import pareto as pareto

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ __all__ = [
     "ScanParts",
     "at_site",
     "call_body",
+    "called_function_name",
     "checkpoint_name_of",
     "cotangent_of",
     "evaluate_equation",
@@ -31,13 +32,18 @@ __all__ = [
     "is_tracer",
     "jax_checkpoint",
     "open_jaxpr",
+    "plain_params",
     "scan_parts",
     "scope_of",
     "source_of",
+    "run_chunks",
     "run_scan",
+    "shape_of",
     "sub_jaxprs",
     "top_level_trace",
+    "trace_chunk",
     "trace_context",
+    "traced_value_of",
     "uses_references",
     "varying_axes",
     "zeros_of",
@@ -102,6 +108,31 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
     return None
 
 
+def called_function_name(eqn: JaxprEqn) -> str | None:
+    """Returns the name of the function that a call equation calls, None for every other equation.
+
+    Calls are those of jitted functions and of functions with their own derivative rule.
+    """
+    if eqn.primitive.name in _JIT_NAMES:
+        return eqn.params.get("name")
+    if eqn.primitive.name not in _CUSTOM_NAMES:
+        return None
+    body, _ = open_jaxpr(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
+    return getattr(getattr(body, "debug_info", None), "func_name", None)
+
+
+def plain_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the parameters that two traces of the same code have in common: all but derivative rules."""
+    rules = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "jvp", "fwd", "bwd", "out_trees")
+    return {key: value for key, value in eqn.params.items() if key not in rules}
+
+
+def traced_value_of(atom: Any) -> Any:
+    """Returns the value of a literal; one of a weak type as the Python number that it was."""
+    is_array = hasattr(atom.val, "item")
+    return atom.val.item() if is_array and getattr(atom.aval, "weak_type", False) else atom.val
+
+
 def uses_references(eqn: JaxprEqn) -> bool:
     """Whether an equation makes, reads or writes a mutable array (`jax.new_ref`)."""
     variables = [*eqn.invars, *eqn.outvars]
@@ -129,6 +160,15 @@ class ScanParts:
     num_consts: int
     num_carry: int
     split_transpose: bool
+
+    def shortened(self, length: int) -> ScanParts:
+        """Returns the parts of the same scan over fewer iterations."""
+        unroll = self.unroll
+        return replace(
+            self,
+            length=length,
+            unroll=unroll if isinstance(unroll, bool) else max(1, min(unroll, length)),
+        )
 
 
 def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
@@ -173,6 +213,62 @@ def run_scan(parts: ScanParts, body: Any, operands: Sequence[Any]) -> list[Any]:
     return [*carry, *ys]
 
 
+def trace_chunk(parts: ScanParts, chunk: int, operands: Sequence[Any]) -> Any:
+    """Returns the closed jaxpr of `chunk` iterations of a scan: consts, carry, `[chunk, ...]` xs -> carry, ys.
+
+    Args:
+        parts: of the whole scan.
+        chunk: iterations.
+        operands: of the whole scan; only their types count.
+    """
+    first = parts.num_consts + parts.num_carry
+    body = _extend_core.jaxpr_as_fun(parts.body)
+    part = [x[:chunk] for x in operands[first:]]  # as an operation: types know axes of meshes
+    return jax.make_jaxpr(lambda *args: run_scan(parts.shortened(chunk), body, args))(
+        *operands[:first], *part
+    )
+
+
+def run_chunks(
+    parts: ScanParts,
+    chunk: int,
+    body: Any,
+    rest: Any,
+    operands: Sequence[Any],
+) -> list[Any]:
+    """Runs a scan as a scan over chunks of `chunk` iterations, and what is left over after it.
+
+    Args:
+        parts: of the whole scan.
+        chunk: iterations of a chunk.
+        body: runs a chunk: consts, carry, `[chunk, ...]` xs -> carry, `[chunk, ...]` ys.
+        rest: runs what is left over, as a function of its `ScanParts` and operands.
+        operands: of the whole scan.
+    """
+    first = parts.num_consts + parts.num_carry
+    consts = operands[: parts.num_consts]
+    init, xs = list(operands[parts.num_consts : first]), list(operands[first:])
+    count, left = divmod(parts.length, chunk)
+    full = count * chunk
+    # The rest comes last in time: what it keeps is gone before the first chunk is run again.
+    cut = left if parts.reverse else full
+    early, late = [x[:cut] for x in xs], [x[cut:] for x in xs]
+    if not left:
+        early = late = xs
+    main, others = (late, early) if parts.reverse else (early, late)
+    over = replace(parts, length=count, unroll=1, split_transpose=False)
+    rows = [x.reshape(count, chunk, *x.shape[1:]) for x in main]
+    results = run_scan(over, body, [*consts, *init, *rows])
+    carry = results[: parts.num_carry]
+    ys = [y.reshape(full, *y.shape[2:]) for y in results[parts.num_carry :]]
+    if not left:
+        return [*carry, *ys]
+    results = rest(parts.shortened(left), [*consts, *carry, *others])
+    carry, last = results[: parts.num_carry], results[parts.num_carry :]
+    pairs = zip(last, ys, strict=True) if parts.reverse else zip(ys, last, strict=True)
+    return [*carry, *(jax.numpy.concatenate(pair) for pair in pairs)]
+
+
 def _varying(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value inside `shard_map` differs; jax has spelt this in two ways."""
     axes = getattr(aval, "manual_axis_type", None)
@@ -188,15 +284,19 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 def cotangent_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns the abstract cotangent of a result: its shape, dtype and placement."""
-    ct = aval.to_ct_aval() if hasattr(aval, "to_ct_aval") else aval
+    return shape_of(aval.to_ct_aval() if hasattr(aval, "to_ct_aval") else aval)
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and placement of an abstract value, as an argument to trace with."""
     extra: dict[str, Any] = {}
-    if _varying(ct):
-        key = "manual_axis_type" if hasattr(ct, "manual_axis_type") else "vma"
-        extra[key] = getattr(ct, key)
-    sharding = getattr(ct, "sharding", None)
+    if _varying(aval):
+        key = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
+        extra[key] = getattr(aval, key)
+    sharding = getattr(aval, "sharding", None)
     if sharding is not None and not getattr(sharding.mesh, "empty", True):
         extra["sharding"] = sharding
-    return jax.ShapeDtypeStruct(ct.shape, ct.dtype, **extra)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **extra)
 
 
 def zeros_of(aval: Any) -> Any:

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from remat import _compat
+from remat import _compat, operators
 from remat.errors import PolicyError, TraceError
 from remat.lower import Planner, StagedFunction
 from remat.override import active_attempt
 from remat.plan import Plan
+from remat.program import lift_tracers
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
 from remat.segments import annotate_program, differentiable_flags
-from remat.trace import check_differentiable, lift_tracers, trace_primal
+from remat.trace import check_differentiable, trace_primal
 
 __all__ = ["UNSET", "checkpoint", "chosen_policy", "plan"]
 
@@ -172,7 +173,12 @@ class _Wrapped:
             args, kwargs = rebuild(leaves)
             return jax.tree.flatten(fun(*args, **kwargs))
 
-        program, tree = trace_primal(flat, call.leaves, inline_checkpoints=self.inline_checkpoints)
+        program, tree = trace_primal(
+            flat,
+            call.leaves,
+            inline_checkpoints=self.inline_checkpoints,
+            keep=operators.called_by_name(),
+        )
         program, lifted = lift_tracers(program)
         function = StagedFunction(
             program,

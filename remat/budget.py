@@ -4,42 +4,45 @@ A policy that can plan within a budget has a method `decide_within`; any other i
 checked. What a policy believes of memory is a model on buffers; what a plan promises is the prediction for its
 finished schedule. `plan_within` closes that gap: it asks for less until the prediction fits.
 
-A loop's body keeps its values once per iteration. Its plan is one of several *options*, from the least memory
-to the least work; a session first takes the least for every loop, plans what is outside, and spends what is
-left of the budget on the loops that gain the most per byte (a multiple-choice knapsack).
+A loop's body keeps its values once per iteration, so a session plans a function with loops several times, with
+other ways to run the loops (`remat.loops`) and another budget for what is outside, and takes the cheapest that
+fits.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
-from remat.devices import get_device
 from remat.errors import BudgetError
-from remat.graph import Graph
+from remat.graph import Alternatives, Graph
+from remat.loops import (
+    BodyOption,
+    LoopOption,
+    LoopPrices,
+    body_options,
+    choose_options,
+    chunk_plan,
+    loop_options,
+    needed_bytes,
+)
 from remat.memory import peak_bytes, predict
-from remat.plan import LoopPlan, Plan, stored_bytes
+from remat.plan import LoopPlan, Plan
+from remat.planner import NO_CHUNKS, SteadyPlanner, is_rest, whole_of
 from remat.planning import make_plan, plan_from_saved
 from remat.policies import Full, MinCut, Policy
-from remat.policies._segments import sequence_of_saved
-from remat.policies.base import BudgetPolicy, Decision, describe_options, required_saves
-from remat.policies.condense import Condensed, condense
-from remat.policies.problem import replay
+from remat.policies.base import (
+    BudgetPolicy,
+    Decision,
+    choose_sites,
+    describe_options,
+    largest_named,
+)
+from remat.schedule import no_remat_saved
 
-__all__ = [
-    "BodyOption",
-    "BudgetSession",
-    "Limit",
-    "body_options",
-    "choose_options",
-    "held",
-    "limit_bytes",
-    "plan_within",
-    "too_small",
-]
+__all__ = ["BudgetSession", "Limit", "held", "limit_bytes", "plan_within", "too_small"]
 
 Limit = int | float
 
@@ -52,9 +55,6 @@ _SLACK = 0.05
 _STEP = 1.1
 _ROUNDS = 6
 _HOPE = 1.05
-_FEW_COMBINATIONS = 4096
-# An option that takes more memory has to be at least this much faster.
-_WORTHWHILE = 0.97
 
 
 def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
@@ -83,6 +83,8 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
     if offered.best is None:  # nothing leaves the margin
         offered.run(budget_bytes)
     if offered.best is None:
+        offered.best = _plain(graph, policy, budget_bytes)
+    if offered.best is None:
         if offered.smallest is None:
             assert offered.error is not None
             raise offered.error
@@ -90,6 +92,21 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
     return replace(
         offered.best, budget_bytes=budget_bytes, solve_seconds=time.perf_counter() - start
     )
+
+
+def _plain(graph: Graph, policy: BudgetPolicy, budget_bytes: int) -> Plan | None:
+    """The plan that changes nothing, where it fits: nothing runs again, is packed or is tied."""
+    kept = frozenset(no_remat_saved(graph))
+    raw = tuple((v, "raw") for v in sorted(kept) if graph.values[v].producer is not None)
+    plan = plan_from_saved(
+        graph,
+        Decision(kept, forms=raw, notes=("as without rematerialization: less does not fit",)),
+        policy_name=policy.name,
+        options=describe_options(policy),
+        barriers=False,
+        device=getattr(policy, "device", "h200"),
+    )
+    return plan if plan.peak_bytes <= budget_bytes else None
 
 
 class _Offers:
@@ -187,192 +204,174 @@ def too_small(plan: Plan, budget_bytes: int) -> BudgetError:
 
 def _what_forces(plan: Plan) -> str:
     """The largest values that are alive at the predicted peak."""
-    held = predict(plan.graph, plan.schedule, loops=plan.loops).at_peak[:4]
-    named = [
-        f"{x.label} of {x.op} ({x.nbytes:,} bytes)" if x.op else f"{x.label} ({x.nbytes:,} bytes)"
-        for x in held
-    ]
-    return f"The largest values alive at the peak: {', '.join(named)}. " if named else ""
-
-
-@dataclass(frozen=True)
-class BodyOption:
-    """One way to plan a loop's body.
-
-    Attributes:
-        plan: the body's plan.
-        seconds: roofline estimate of what it costs per iteration: recomputation, and writing and reading what
-            is kept.
-        saved_bytes: kept per iteration.
-        fixed_bytes: kept once, because it is the same in every iteration.
-    """
-
-    plan: Plan
-    seconds: float
-    saved_bytes: int
-    fixed_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """What all iterations keep, and what one of them needs beside it."""
-        trips = self.plan.graph.multiplicity
-        working = self.plan.peak_bytes if trips > 1 else 0  # without a loop the peak has all of it
-        return trips * self.saved_bytes + self.fixed_bytes + working
-
-
-def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
-    """Returns plans of a loop's body, the least memory first; each costs less time than the one before.
-
-    They are minimum cuts at several prices of memory, with and without recomputing matmuls and random bits, and
-    what is left of these as one value after the other is dropped.
-    """
-    policies: list[Policy] = [Full()]
-    for random in ("ban", "cheap"):
-        policies += [
-            MinCut(device=device, random=random),
-            MinCut(device=device, heavy="batched", random=random),
-        ]
-        policies += [
-            MinCut(memory_weight=weight, heavy="roofline", random=random, device=device)
-            for weight in (0.25, 1, 3, 8, 20, 60, 1000)
-        ]
-    prices = _Prices(condense(graph, device=device), device)
-    found = {}
-    for policy in policies:
-        decision = policy.decide(graph)
-        found[decision.saved] = (prices(decision.saved), policy)
-    for saved, (price, policy) in list(found.items()):
-        for less in prices.dropping(saved, price):
-            found.setdefault(less, (prices(less), policy))
-    options = []
-    for saved, ((saved_bytes, seconds), policy) in found.items():
-        if any(x < 0.9 * saved_bytes and y <= seconds for (x, y), _ in found.values()):
-            continue  # another one keeps much less and is faster
-        plan = plan_from_saved(
-            graph,
-            Decision(saved),
-            policy_name=policy.name,
-            options=describe_options(policy),
-            barriers=False,
-            device=device,
-        )
-        options.append(BodyOption(plan, seconds, saved_bytes, prices.fixed_bytes(saved)))
-    best: list[BodyOption] = []
-    for option in sorted(options, key=lambda o: (o.total_bytes, o.seconds)):
-        if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
-            best.append(option)
-    return best
-
-
-class _Prices:
-    """Prices what a loop's body keeps: bytes per iteration, and seconds of recomputation and of traffic."""
-
-    def __init__(self, condensed: Condensed, device: str) -> None:
-        self.condensed = condensed
-        graph = condensed.graph
-        self.varying = frozenset(range(len(graph.values))) - graph.fixed - graph.alive_anyway
-        self.carried = frozenset(condensed.graph.carried) & frozenset(condensed.graph.inputs)
-        self.bandwidth = get_device(device).memory_bytes_per_second
-
-    def __call__(self, saved: frozenset[int]) -> tuple[int, float]:
-        """Kernels that run again, and the bytes kept, written once and read once."""
-        graph, problem = self.condensed.graph, self.condensed.problem
-        sequence = sequence_of_saved(problem, self.condensed.forward_nodes(saved))
-        held = (saved & self.varying) | self._carried(saved)
-        saved_bytes = sum(stored_bytes(graph.values[v]) for v in held)
-        moved = 2 * saved_bytes / self.bandwidth
-        return saved_bytes, replay(problem, sequence).extra_cost + moved
-
-    def fixed_bytes(self, saved: frozenset[int]) -> int:
-        """Bytes of what is kept and the same in every iteration."""
-        graph = self.condensed.graph
-        fixed = saved - self.varying - graph.alive_anyway - graph.sources
-        return sum(stored_bytes(graph.values[v]) for v in fixed)
-
-    def _carried(self, saved: frozenset[int]) -> frozenset[int]:
-        """The carried inputs that the backward pass then reads: they are kept once per iteration, too."""
-        graph = self.condensed.graph
-        found: set[int] = set()
-        seen: set[int] = set()
-        todo = [v for v in graph.backward_reads if v not in saved]
-        while todo:
-            value = todo.pop()
-            if value in seen or value in saved:
-                continue
-            seen.add(value)
-            producer = graph.values[value].producer
-            if producer is not None:
-                todo += graph.ops[producer].inputs
-            elif value in self.carried:
-                found.add(value)
-        return frozenset(found)
-
-    def dropping(self, saved: frozenset[int], price: tuple[int, float]) -> Iterator[frozenset[int]]:
-        """Drops one kept value after the other, each time the one with the most bytes per second."""
-        graph = self.condensed.graph
-        while True:
-            best: tuple[float, int, frozenset[int]] | None = None
-            for value in sorted(saved & self.varying):
-                producer = graph.values[value].producer
-                if producer is None or not graph.ops[producer].recomputable:
-                    continue
-                less = required_saves(graph, saved - {value})
-                saved_bytes, seconds = self(less)
-                if saved_bytes < price[0]:
-                    rate = (seconds - price[1]) / (price[0] - saved_bytes)
-                    best = min(best or (math.inf, 0, less), (rate, value, less))
-            if best is None:
-                return
-            saved = best[2]
-            price = self(saved)
-            yield saved
+    found = predict(plan.graph, plan.schedule, loops=plan.loops).at_peak
+    named = largest_named((x.label, x.op, x.nbytes) for x in found)
+    return f"The largest values alive at the peak: {named}. " if named else ""
 
 
 @dataclass
-class _Body:
-    """Plans one loop's body in a session: one of its options."""
+class _Body(SteadyPlanner):
+    """Plans one loop in a session: in the way that was chosen, or whole with the least its body can keep."""
 
     device: str
+    policy: BudgetPolicy
     menus: dict[str, list[BodyOption]] = field(default_factory=dict)
-    options: list[BodyOption] = field(default_factory=list)
-    chosen: int = 0
+    inner: dict[str, _Body] = field(default_factory=dict)
+    graph: Graph | None = None  # of one iteration, of the loop as a whole
+    trips: int = 0
+    may_cut: bool = False
+    chosen: LoopOption | None = None
 
-    def begin(self) -> _Body:
-        return self
+    def chunk_trips(self, length: int) -> int:
+        """Chunks as chosen."""
+        self.trips, self.may_cut = length, True
+        return self.chosen.chunks[0] if self.chosen and self.chosen.chunks else NO_CHUNKS
+
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns what the session's policy wants of a loop's body."""
+        return choose_sites(self.policy, menu, None)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Plans a body, or a chunk."""
         del barriers  # a loop separates forward from backward by itself
-        # jax traces a body several times (see `Planner.confirm`): the last graph is the one that counts.
-        fingerprint = graph.fingerprint()
+        if self.chosen is not None and self.chosen.chunks:
+            prices = LoopPrices(self.chosen.body.plan.graph, self.device)
+            return chunk_plan(graph, prices, self.chosen.chunks[0])
+        self.graph, self.trips = graph, graph.multiplicity
+        if self.chosen is not None:
+            return _applied(self.chosen.body, graph, self.device)
+        return self.bodies[0].plan
+
+    @property
+    def bodies(self) -> list[BodyOption]:
+        """Options of the body, of the graph seen last: jax traces a body several times."""
+        assert self.graph is not None
+        fingerprint = self.graph.fingerprint()
         if fingerprint not in self.menus:
-            self.menus[fingerprint] = body_options(graph, self.device)
-        self.options = self.menus[fingerprint]
-        return self.options[min(self.chosen, len(self.options) - 1)].plan
+            self.menus[fingerprint] = body_options(self.graph, self.device)
+        return self.menus[fingerprint]
 
-    def again(self, plan: Plan) -> bool:
-        del plan
-        return False
+    def options(self) -> list[LoopOption]:
+        """Ways to run the loop."""
+        may_repeat = self.may_cut and self._may_repeat()
+        return loop_options(self.bodies, self.trips, may_repeat=may_repeat, device=self.device)
 
-    def finish(self, plan: Plan) -> Plan:
-        """The session holds the whole function to the budget."""
-        return plan
+    def _may_repeat(self) -> bool:
+        """Whether an iteration may run again: nothing in it may not, nor in the loops inside."""
+        if self.graph is None:
+            return False
+        alone = (op for op in self.graph.forward_ops() if op.loop is None)
+        return all(op.recomputable for op in alone) and all(
+            body._may_repeat() for body in self.inner.values() if body.graph is not None
+        )
 
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Whatever the loops were planned to is right."""
-        del loops
-
-    def child(self, path: str) -> _Body:
-        """A loop inside the body keeps the least: it runs once per iteration of this one."""
-        del path
-        return _Body(self.device)
+    def child(self, path: str) -> SteadyPlanner:
+        """The loop of a chunk; a loop inside the body keeps the least: it runs once per iteration of this one."""
+        if self.chosen is not None and self.chosen.chunks:
+            chunks = () if is_rest(path) else self.chosen.chunks[1:]
+            return _InChunk(self.chosen.body, chunks, self.device, self.policy)
+        return self.inner.setdefault(path, _Body(self.device, self.policy))
 
 
-class BudgetSession:
+@dataclass(frozen=True)
+class _InChunk(SteadyPlanner):
+    """Plans the loop of a chunk, or the iterations that are left over, with an option made for the whole loop."""
+
+    body: BodyOption
+    chunks: tuple[int, ...]
+    device: str
+    policy: BudgetPolicy
+
+    def chunk_trips(self, length: int) -> int:
+        """Chunks of the chunk."""
+        del length
+        return self.chunks[0] if self.chunks else NO_CHUNKS
+
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns what the session's policy wants of a loop's body."""
+        return choose_sites(self.policy, menu, None)
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Plans a body, or a chunk."""
+        del barriers
+        if self.chunks:
+            prices = LoopPrices(self.body.plan.graph, self.device)
+            return chunk_plan(graph, prices, self.chunks[0])
+        return _applied(self.body, graph, self.device)
+
+    def child(self, path: str) -> SteadyPlanner:
+        """As `_Body.child`."""
+        if not self.chunks:
+            return _Body(self.device, self.policy)
+        chunks = () if is_rest(path) else self.chunks[1:]
+        return replace(self, chunks=chunks)
+
+
+def _applied(option: BodyOption, graph: Graph, device: str) -> Plan:
+    """The plan of a body as an option has it, for another number of iterations."""
+    made = option.plan
+    if graph.fingerprint() == made.graph.fingerprint():
+        return made
+    if not _is_body_of(option, graph):
+        # jax traces bodies on the way to the one that counts; `_as_meant` looks at the last.
+        return make_plan(graph, Full(), barriers=False)
+    return plan_from_saved(
+        graph,
+        Decision(frozenset(made.saved_values), made.status, made.certificate, made.notes),
+        policy_name=made.policy_name,
+        options=made.options,
+        barriers=False,
+        device=device,
+    )
+
+
+def _is_body_of(option: BodyOption, graph: Graph) -> bool:
+    """Whether a graph is that of an option, for any number of iterations."""
+    made = option.plan.graph
+    return replace(graph, multiplicity=made.multiplicity).fingerprint() == made.fingerprint()
+
+
+def _as_meant(option: LoopOption, path: str, loops: tuple[LoopPlan, ...]) -> bool:
+    """Whether the finished plan of a loop, and that of what is left over, is the one chosen."""
+
+    def ends(found: tuple[LoopPlan, ...], path: str, chunks: tuple[int, ...]) -> list[Plan]:
+        plans: list[Plan] = []
+        for entry in found:
+            if entry.path == path and chunks:
+                plans += ends(entry.plan.loops, "scan0", chunks[1:])
+            elif whole_of(entry.path) == path:
+                plans.append(entry.plan)
+        return plans
+
+    return all(
+        _is_body_of(option.body, plan.graph) and plan.saved_values == option.body.plan.saved_values
+        for plan in ends(loops, path, option.chunks)
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What one round plans with.
+
+    Attributes:
+        choice: of every loop the index of its option, None for whole loops with the least their bodies can keep.
+        within: bytes for what is outside of loops, None for no limit.
+    """
+
+    choice: tuple[int, ...] | None = None
+    within: int | None = None
+
+
+_Search = Generator[_Setting, Plan | None, None]
+
+
+class BudgetSession(SteadyPlanner):
     """Plans one function, its loops included, within a limit.
 
-    Round one keeps the least in every loop and, outside of loops, what the minimum cut keeps. If that fits, what
-    is left of the limit is spent on the loops; if it does not, what is outside is planned within what the loops
-    leave. Every later round checks the prediction for the whole and excludes what did not fit.
+    Round one leaves loops whole, keeps the least in every body and, outside of loops, what the minimum cut keeps.
+    If that fits, what is left of the limit is spent on the loops. If it does not, either what is outside is planned
+    within what the loops leave, or loops run in chunks, whichever is cheaper, and both if nothing else fits.
+    Every round checks the prediction for the whole; the estimate of the next is corrected by it.
 
     Args:
         policy: plans what is outside of loops.
@@ -384,37 +383,40 @@ class BudgetSession:
         self.limit = limit
         self.device = str(getattr(policy, "device", "h200"))
         self.bodies: dict[str, _Body] = {}
-        self.rounds = 0
-        self.within: int | None = None  # bytes for what is outside of loops, None for no limit
         self.least: Plan | None = None  # of the first round
-        self.excluded: set[tuple[int, ...]] = set()
-        self.fitting: tuple[int, ...] | None = None  # the last choice whose prediction fits
-        self.correction = 0
+        self._setting = _Setting()
+        self._refused = False
+        self._search: _Search | None = None
+        self._menus: dict[str, list[LoopOption]] = {}
+        self._outside: dict[tuple[str, int], Plan] = {}
 
-    def begin(self) -> BudgetSession:
-        """Returns itself: a session is used once."""
-        return self
-
-    def child(self, path: str) -> _Body:
+    def child(self, path: str) -> SteadyPlanner:
         """Returns the planner of a loop's body."""
-        return self.bodies.setdefault(path, _Body(self.device))
+        if is_rest(path):
+            chosen = self.bodies[whole_of(path)].chosen
+            assert chosen is not None
+            return _InChunk(chosen.body, (), self.device, self.policy)
+        return self.bodies.setdefault(path, _Body(self.device, self.policy))
 
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Whatever the loops were planned to is right."""
-        del loops
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns what the policy wants outside of the loops."""
+        return choose_sites(self.policy, menu, self.limit)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
-        if self.within is not None:
-            assert self.least is not None
-            try:
-                return plan_within(graph, self.policy, self.within, barriers=barriers)
-            except BudgetError as error:
-                limit = limit_bytes(self.limit, self.least.baseline_peak_bytes)
-                raise too_small(self.least, limit) from error
         if not self.bodies:
-            limit = limit_bytes(self.limit, peak_bytes(graph))
+            limit = limit_bytes(self.limit, peak_bytes(graph.plain or graph))
             return plan_within(graph, self.policy, limit, barriers=barriers)
+        if self._setting.within is not None:
+            key = (graph.fingerprint(), self._setting.within)
+            try:
+                if key not in self._outside:
+                    self._outside[key] = plan_within(
+                        graph, self.policy, self._setting.within, barriers=barriers
+                    )
+                return replace(self._outside[key], graph=graph)
+            except BudgetError:
+                self._refused = True  # the search goes on with another setting
         plan = make_plan(graph, MinCut(device=self.device), barriers=barriers)
         return replace(
             plan,
@@ -426,67 +428,26 @@ class BudgetSession:
         )
 
     def again(self, plan: Plan) -> bool:
-        """Looks at a finished plan, its loops included; True asks to plan once more."""
+        """Looks at a finished plan, its loops included; True asks to plan once more.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
         if not self.bodies:
             return False
-        limit = limit_bytes(self.limit, plan.baseline_peak_bytes)
-        if self.least is None:
-            self.least = plan
-        if self.least.peak_bytes <= (1 - _MARGIN) * limit:
-            limit = int((1 - _MARGIN) * limit)
-        self.rounds += 1
-        fits = plan.peak_bytes <= limit
-        if self.within is not None:  # the loops keep the least, and the rest has to give
-            missing = plan.peak_bytes - limit
-            self.within -= missing
-            return not fits and self.within > 0 and self.rounds <= _ROUNDS
-        if self.rounds == 1:
-            if fits:
-                return self._choose(limit)
-            self.within = limit - (plan.peak_bytes - _outside_peak(plan))
-            if self.within <= 0:
-                raise too_small(plan, limit)
-            return True
-        choice = self._choice()
-        if fits:
-            self.fitting = choice
-        else:
-            self.excluded.add(choice)
-        # The estimate adds what the options keep to a peak that may lie elsewhere: learn by how much it is off.
-        self.correction = plan.peak_bytes - self._estimate(choice)
-        return self._choose(limit)
-
-    def _choice(self) -> tuple[int, ...]:
-        return tuple(body.chosen for body in self.bodies.values())
-
-    def _menus(self) -> tuple[list[list[BodyOption]], list[int]]:
-        assert self.least is not None
-        lengths = {x.path: x.length for x in self.least.loops}
-        return [b.options for b in self.bodies.values()], [lengths.get(p, 0) for p in self.bodies]
-
-    def _estimate(self, choice: tuple[int, ...]) -> int:
-        assert self.least is not None
-        return self.least.peak_bytes + _above_least(*self._menus(), choice)
-
-    def _choose(self, limit: int) -> bool:
-        """Takes the fastest options that should fit; False if they are those already taken."""
-        assert self.least is not None
-        before = self._choice()
-        menus, trips = self._menus()
-        if self.rounds < _ROUNDS:
-            # With a choice in hand the estimate may be a little off: what does not fit is excluded.
-            hoped = limit if self.fitting is None else int(_HOPE * limit)
-            slack = hoped - self.least.peak_bytes - self.correction
-            chosen = choose_options(menus, trips, slack, self.excluded)
-        else:
-            chosen = tuple(0 for _ in menus)
-        if self.fitting is not None and _seconds(menus, trips, self.fitting) <= _seconds(
-            menus, trips, chosen
-        ):
-            chosen = self.fitting
-        for body, index in zip(self.bodies.values(), chosen, strict=True):
-            body.chosen = index
-        return chosen != before
+        try:
+            if self._search is None:
+                self._search = self._settings(plan)
+                self._setting = next(self._search)
+            else:
+                self._setting = self._search.send(None if self._refused else plan)
+        except StopIteration:
+            return False
+        self._refused = False
+        for index, (path, menu) in enumerate(self._menus.items()):
+            choice = self._setting.choice
+            self.bodies[path].chosen = None if choice is None else menu[choice[index]]
+        return True
 
     def finish(self, plan: Plan) -> Plan:
         """Holds the finished plan to the limit.
@@ -494,77 +455,178 @@ class BudgetSession:
         Raises:
             BudgetError: the predicted peak is above it.
         """
+        if self.least is not None:  # without rematerialization no loop is cut
+            plan = replace(
+                plan,
+                baseline_peak_bytes=self.least.baseline_peak_bytes,
+                baseline_saved_bytes=self.least.baseline_saved_bytes,
+            )
         return held(plan, self.limit)
+
+    def _settings(self, least: Plan) -> _Search:
+        """What to plan with, round after round; given the finished plan of each, None if it was refused.
+
+        Ends when the plan it was given last is the one to take.
+        """
+        self.least = least
+        limit = limit_bytes(self.limit, least.baseline_peak_bytes)
+        aim = int((1 - _MARGIN) * limit)
+        self._menus = {
+            path: body.options() for path, body in self.bodies.items() if body.graph is not None
+        }
+        rounds = _Rounds(least, self._base(), list(self._menus.values()), list(self._menus))
+        if least.peak_bytes <= aim:
+            yield from rounds.loops(aim)
+        else:
+            yield from rounds.outside(aim, _Setting())
+            yield from rounds.loops(aim)
+            if rounds.best is None:
+                yield from rounds.outside(aim, rounds.smallest_setting)
+            if rounds.best is None:
+                yield from rounds.margin(limit)
+            if rounds.best is None:
+                yield from rounds.outside(limit, rounds.smallest_setting)
+        if rounds.best is None:
+            raise too_small(rounds.smallest, limit)
+        if rounds.last != rounds.best:
+            yield rounds.best
+
+    def _base(self) -> list[LoopOption]:
+        """What the first round ran the loops with."""
+        found = []
+        for path in self._menus:
+            body = self.bodies[path]
+            found += loop_options(body.bodies[:1], body.trips, may_repeat=False)
+        return found
+
+
+class _Rounds:
+    """The rounds of a session: what was tried, and what came of it.
+
+    Attributes:
+        best: the cheapest setting that fits, None if there is none yet.
+        last: the setting planned last.
+        smallest: the plan with the smallest peak among those that are planned for every budget.
+        smallest_setting: its setting.
+    """
+
+    def __init__(
+        self,
+        least: Plan,
+        base: list[LoopOption],
+        menus: list[list[LoopOption]],
+        paths: list[str],
+    ) -> None:
+        self.base = base
+        self.menus = menus
+        self.paths = paths
+        self.best: _Setting | None = None
+        self.best_seconds = math.inf
+        self.last = _Setting()
+        self.smallest = least
+        self.smallest_setting = _Setting()
+        self.tried: dict[_Setting, Plan | None] = {}
+        self.peaks: dict[
+            int, int
+        ] = {}  # by what the loops need, without a limit for what is outside
+        self._note(_Setting(), least)
+
+    def _note(self, setting: _Setting, plan: Plan | None) -> None:
+        self.last = setting
+        options = self._options(setting)
+        if plan is not None and setting.choice is not None:
+            found = zip(options, self.paths, strict=True)
+            if not all(_as_meant(option, path, plan.loops) for option, path in found):
+                plan = None
+        self.tried[setting] = plan
+        if plan is None or setting.within is not None:
+            return
+        needed = needed_bytes(options)
+        self.peaks[needed] = max(plan.peak_bytes, self.peaks.get(needed, 0))
+        if plan.peak_bytes < self.smallest.peak_bytes:
+            self.smallest, self.smallest_setting = plan, setting
+
+    def _options(self, setting: _Setting) -> list[LoopOption]:
+        if setting.choice is None:
+            return self.base
+        return [menu[index] for menu, index in zip(self.menus, setting.choice, strict=True)]
+
+    def _try(self, setting: _Setting, limit: int) -> Generator[_Setting, Plan | None, Plan | None]:
+        """Plans with a setting, unless that was done; takes it if it fits and is the cheapest."""
+        if setting not in self.tried:
+            self._note(setting, (yield setting))
+        plan = self.tried[setting]
+        if plan is not None and plan.peak_bytes <= limit:
+            seconds = self._seconds(setting, plan)
+            if seconds < self.best_seconds:
+                self.best, self.best_seconds = setting, seconds
+        return plan
+
+    def _seconds(self, setting: _Setting, plan: Plan) -> float:
+        """What a plan repeats outside of loops, and what the loops cost."""
+        inside = sum(entry.length * entry.plan.recompute_seconds for entry in plan.loops)
+        return plan.recompute_seconds - inside + sum(o.seconds for o in self._options(setting))
+
+    def loops(self, limit: int) -> Generator[_Setting, Plan | None, None]:
+        """Tries the fastest ways to run the loops that should fit, with a minimum cut outside."""
+        yield from self._try(_Setting(), limit)
+        excluded: set[tuple[int, ...]] = set()
+        for _ in range(_ROUNDS - 1):
+            # With a setting in hand the estimate may be a little off: what does not fit is excluded.
+            hoped = limit if self.best is None else int(_HOPE * limit)
+            choice = choose_options(self.menus, self._affordable(hoped), excluded)
+            if choice is None:
+                break
+            setting = _Setting(choice)
+            least_outside = self.tried[_Setting()]
+            assert least_outside is not None
+            seconds = self._seconds(_Setting(), least_outside)
+            seconds += sum(o.seconds for o in self._options(setting))
+            seconds -= sum(o.seconds for o in self.base)
+            if seconds >= self.best_seconds:
+                break
+            excluded.add(choice)
+            yield from self._try(setting, limit)
+        if self.best is None:
+            yield from self._try(_Setting(self._least_choice()), limit)
+
+    def _least_choice(self) -> tuple[int, ...]:
+        return tuple(0 for _ in self.menus)
+
+    def _affordable(self, peak: int) -> int:
+        """The most that loops may need for a predicted peak: between what was tried, on a straight line."""
+        points = sorted(self.peaks.items())
+        below = [point for point in points if point[1] <= peak]
+        if not below:
+            needed, found = points[0]
+            return needed - (found - peak)
+        needed, found = below[-1]
+        above = [point for point in points if point[0] > needed]
+        if not above:
+            return needed + peak - found
+        share = (peak - found) / (above[0][1] - found)
+        return needed + int(share * (above[0][0] - needed))
+
+    def outside(self, limit: int, setting: _Setting) -> Generator[_Setting, Plan | None, None]:
+        """Plans what is outside within what the loops of a setting leave."""
+        made = self.tried[setting]
+        if made is None:
+            return
+        within = limit - (made.peak_bytes - _outside_peak(made))
+        for _ in range(_ROUNDS):
+            if within <= 0:
+                return
+            plan = yield from self._try(replace(setting, within=within), limit)
+            if plan is None or plan.peak_bytes <= limit:
+                return
+            within -= plan.peak_bytes - limit
+
+    def margin(self, limit: int) -> Generator[_Setting, Plan | None, None]:
+        """Takes what was tried and fits, if only without a margin."""
+        for setting in list(self.tried):
+            yield from self._try(setting, limit)
 
 
 def _outside_peak(plan: Plan) -> int:
     """The predicted peak of what is outside of loops alone."""
     return peak_bytes(plan.graph, plan.schedule)
-
-
-def choose_options(
-    menus: Sequence[Sequence[BodyOption]],
-    trips: Sequence[int],
-    slack_bytes: int,
-    excluded: Collection[tuple[int, ...]] = (),
-) -> tuple[int, ...]:
-    """Returns for every loop the option to take: the least time for at most `slack_bytes` above the first options.
-
-    What a loop keeps counts once per trip, its working memory once, and only the largest of all loops. Exact
-    while there are few loops; with more the working memory of every loop counts.
-
-    Args:
-        menus: options of every loop, the first keeps the least.
-        trips: of every loop.
-        slack_bytes: what may be spent above the first options; if nothing fits these are returned.
-        excluded: choices not to make.
-    """
-
-    if math.prod(len(menu) for menu in menus) <= _FEW_COMBINATIONS:
-        best = (math.inf, tuple(0 for _ in menus))
-        for choice in itertools.product(*(range(len(menu)) for menu in menus)):
-            if choice not in excluded and _above_least(menus, trips, choice) <= slack_bytes:
-                best = min(best, (_seconds(menus, trips, choice), choice))
-        return best[1]
-    front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
-    for loop, menu in enumerate(menus):
-        grown = [
-            (
-                used
-                + trips[loop] * (option.saved_bytes - menu[0].saved_bytes)
-                + (option.fixed_bytes - menu[0].fixed_bytes)
-                + max(0, option.plan.peak_bytes - menu[0].plan.peak_bytes),
-                seconds + trips[loop] * option.seconds,
-                (*choice, index),
-            )
-            for used, seconds, choice in front
-            for index, option in enumerate(menu)
-        ]
-        front = []
-        for entry in sorted(grown):
-            if entry[0] <= slack_bytes and (not front or entry[1] < front[-1][1]):
-                front.append(entry)
-        if not front:
-            return tuple(0 for _ in menus)
-    allowed = [entry[2] for entry in front if entry[2] not in excluded]
-    return allowed[-1] if allowed else tuple(0 for _ in menus)
-
-
-def _above_least(
-    menus: Sequence[Sequence[BodyOption]], trips: Sequence[int], choice: Sequence[int]
-) -> int:
-    """Bytes that a choice takes above the first options."""
-    options = [menu[index] for menu, index in zip(menus, choice, strict=True)]
-    least = [menu[0] for menu in menus]
-    kept = sum(
-        n * (option.saved_bytes - first.saved_bytes) + option.fixed_bytes - first.fixed_bytes
-        for n, option, first in zip(trips, options, least, strict=True)
-    )
-    working = max((option.plan.peak_bytes for option in options), default=0)
-    return kept + max(0, working - max((first.plan.peak_bytes for first in least), default=0))
-
-
-def _seconds(
-    menus: Sequence[Sequence[BodyOption]], trips: Sequence[int], choice: Sequence[int]
-) -> float:
-    return sum(n * menu[index].seconds for n, menu, index in zip(trips, menus, choice, strict=True))

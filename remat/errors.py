@@ -9,6 +9,7 @@ __all__ = [
     "BudgetError",
     "CompileError",
     "DifferentiationError",
+    "ImplementationError",
     "PlanError",
     "PolicyError",
     "RematError",
@@ -52,6 +53,10 @@ class ScheduleError(RematError, ValueError):
 
 class DifferentiationError(RematError, TypeError):
     """A differentiation that the chosen lowering does not support, for instance forward mode."""
+
+
+class ImplementationError(RematError, ValueError):
+    """An operator implementation that is not registered, does not apply, or does not hold its promise."""
 
 
 class CompileError(RematError, RuntimeError):

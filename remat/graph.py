@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Graph", "Op", "Phase", "Value"]
+__all__ = ["Alternatives", "Graph", "Implementations", "Op", "Phase", "Site", "Value"]
 
 Phase = Literal["forward", "backward"]
+
+Implementations = Literal["none", "exact", "all"] | tuple[str, ...]
+"""Which rewrites a policy plans with: none, the bit-exact ones, all, or those of named rules, kinds, operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Value:
             or if that was not recorded.
         savable: whether a policy may choose to keep it; False for values born in differentiation when
             the plan is to be lowered to `jax.checkpoint`, which can only name values of the program.
+        range: smallest and largest value that an integer can have, where that is proven.
+        form: the form in which a plan keeps it if not in the smallest lossless one; see `remat.forms`.
     """
 
     id: int
@@ -49,6 +54,8 @@ class Value:
     differentiable: bool = True
     primal: int | None = None
     savable: bool = True
+    range: tuple[int, int] | None = None
+    form: str | None = None
 
     @property
     def label(self) -> str:
@@ -109,6 +116,23 @@ class Op:
     padded: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where the backward pass can be computed from other values; see `remat.rewrite`.
+
+    Attributes:
+        name: `rule@value`, the same for equal functions.
+        rule: what replaces the value: a rule, or an implementation, `softmax/output`.
+        kind: `output`, `intermediate`, `input` or `kernel`, as in `remat.operators`.
+        exact: whether the gradients stay bit-equal.
+    """
+
+    name: str
+    rule: str
+    kind: str
+    exact: bool = True
+
+
 @dataclass(frozen=True)
 class Graph:
     """A joint forward/backward graph; see the module docstring.
@@ -126,6 +150,8 @@ class Graph:
             other inputs and results they live for one iteration only, so keeping one costs memory.
         multiplicity: how often the graph runs in one call: a loop body runs once per iteration and
             its saved values are stored once per iteration.
+        sites: names of the sites (`Site`) at which it was rewritten.
+        plain: the graph before it was rewritten, what a plan is compared with; not part of equality.
     """
 
     values: tuple[Value, ...]
@@ -138,6 +164,8 @@ class Graph:
     invariant: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
     multiplicity: int = 1
+    sites: tuple[str, ...] = ()
+    plain: Graph | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -284,21 +312,35 @@ class Graph:
             "ops": [asdict(op) for op in self.ops],
             **{name: list(getattr(self, name)) for name in _ROOTS},
             "multiplicity": self.multiplicity,
+            "sites": list(self.sites),
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Graph:
         """Inverse of `to_dict`."""
         values = tuple(
-            Value(**{**v, "shape": tuple(v["shape"]), "tags": tuple(v["tags"])})
+            Value(
+                **{
+                    **v,
+                    "shape": tuple(v["shape"]),
+                    "tags": tuple(v["tags"]),
+                    "range": None if v.get("range") is None else tuple(v["range"]),
+                }
+            )
             for v in data["values"]
         )
         ops = tuple(
             Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
             for op in data["ops"]
         )
-        roots = {name: tuple(data[name]) for name in _ROOTS}
-        return cls(values=values, ops=ops, multiplicity=data["multiplicity"], **roots)
+        roots: dict[str, Any] = {name: tuple(data[name]) for name in _ROOTS}
+        return cls(
+            values=values,
+            ops=ops,
+            multiplicity=data["multiplicity"],
+            sites=tuple(data.get("sites", ())),
+            **roots,
+        )
 
     def to_json(self) -> str:
         """Returns the graph as a JSON document."""
@@ -308,6 +350,39 @@ class Graph:
     def from_json(cls, text: str) -> Graph:
         """Inverse of `to_json`."""
         return cls.from_dict(json.loads(text))
+
+
+class Alternatives(Protocol):
+    """The rewrites that a function offers; see `remat.rewrite.Menu`."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every place that a rule can rewrite."""
+        ...
+
+    def operators(self, wanted: Implementations) -> tuple[Site, ...]:
+        """Returns the operators that have another implementation among those wanted."""
+        ...
+
+    def with_operators(self, names: Collection[str]) -> Alternatives:
+        """Returns what is offered once these operators have their other implementations."""
+        ...
+
+    def graph(self, chosen: Collection[str]) -> Graph:
+        """Returns the joint graph with the chosen sites rewritten, by name."""
+        ...
+
+    def origins(self, chosen: Collection[str]) -> Mapping[int, str]:
+        """Returns names by which values are the same, whatever else is chosen; those not in it keep their ids."""
+        ...
+
+
+def is_wanted(site: Site, wanted: Implementations) -> bool:
+    """Whether a site is one of those an `implementations` setting names."""
+    if isinstance(wanted, str):
+        return wanted == "all" or (wanted == "exact" and site.exact)
+    names = (site.name, site.rule, site.rule.partition("/")[0], site.kind)
+    return any(name in wanted for name in names)
 
 
 _ROOTS = ("inputs", "cotangents", "outputs", "gradients", "constants", "invariant", "carried")

@@ -8,63 +8,36 @@ differentiated, for the inputs that are really perturbed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from remat import _compat
-from remat.encode import pack_bits, unpack_bits
+from remat import _compat, operators
+from remat.encode import decode, encode
 from remat.errors import DifferentiationError
-from remat.graph import Graph
+from remat.forms import form_of
+from remat.graph import Graph, Implementations, Op, Site
 from remat.plan import LoopPlan, Plan, Step
-from remat.trace import (
-    Joint,
+from remat.planner import NO_CHUNKS, Planner, rest_of
+from remat.program import (
+    LOOP_SCOPE,
     Literal,
     Program,
     evaluate,
     program_of,
     split_undifferentiated,
-    trace_joint,
 )
+from remat.rewrite import Menu
+from remat.rules import RULES
+from remat.trace import Joint, trace_joint
 
 __all__ = ["Planner", "Staged", "StagedFunction"]
-
-
-class Planner(Protocol):
-    """Makes the plan of one room: a function, or the body of a loop in it."""
-
-    def begin(self) -> Planner:
-        """Returns the planner of one function and its loops; it may remember what it has seen."""
-        ...
-
-    def again(self, plan: Plan) -> bool:
-        """Whether to trace and plan once more, having seen a plan with its loops."""
-        ...
-
-    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
-        """Plans a joint graph."""
-        ...
-
-    def finish(self, plan: Plan) -> Plan:
-        """Returns the finished plan, its loops included; raises if it is not acceptable."""
-        ...
-
-    def child(self, path: str) -> Planner:
-        """Returns the planner of the loop body called `path` (`scan0`)."""
-        ...
-
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Raises if the plans that the loops ended up with are not those that were meant.
-
-        jax traces a loop's body several times until it knows which carried values are differentiated, and
-        every time the body is planned; only the last plan counts.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -125,7 +98,7 @@ class Staged:
         return outputs, [*through, *kept]
 
     def _run_forward(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        machine = _Machine(self.joint)
+        machine = _Machine(self.joint, self.plan.graph)
         program = self.joint.program
         machine.env.update(zip(program.inputs[: self.joint.num_inputs], inputs, strict=True))
         machine.run(self.plan.schedule.forward)
@@ -140,7 +113,7 @@ class Staged:
         return run(*args)
 
     def _run_backward(self, residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-        machine, crossing = _Machine(self.joint), self.crossing
+        machine, crossing = _Machine(self.joint, self.plan.graph), self.crossing
         raw = (*crossing.inputs, *crossing.raw)
         machine.env.update(zip(raw, residuals[: len(raw)], strict=True))
         machine.bits.update(zip(crossing.bits, residuals[len(raw) :], strict=True))
@@ -162,8 +135,9 @@ def _concrete(values: Sequence[Any]) -> bool:
 class _Machine:
     """Executes schedule steps in the current trace."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, graph: Graph) -> None:
         self.joint = joint
+        self.graph = graph  # the plan's, which says in which form a value is kept
         self.env: dict[int, Any] = dict(joint.program.constants)
         self.bits: dict[int, Any] = {}
 
@@ -184,11 +158,17 @@ class _Machine:
         self.env.pop(step.target, None)
 
     def _encode(self, step: Step) -> None:
-        self.bits[step.target] = pack_bits(self.env[step.target])
+        value = self.graph.values[step.target]
+        offset = value.range[0] if value.range is not None else 0
+        self.bits[step.target] = encode(form_of(value), self.env[step.target], offset=offset)
 
     def _decode(self, step: Step) -> None:
-        shape = self.joint.program.avals[step.target].shape
-        self.env[step.target] = unpack_bits(self.bits[step.target], shape)
+        value = self.graph.values[step.target]
+        aval = self.joint.program.avals[step.target]
+        offset = value.range[0] if value.range is not None else 0
+        self.env[step.target] = decode(
+            form_of(value), self.bits[step.target], aval.shape, aval.dtype, offset=offset
+        )
 
     def _drop(self, step: Step) -> None:
         self.bits.pop(step.target, None)
@@ -199,7 +179,8 @@ class _Machine:
         groups: dict[Any, list[tuple[dict[int, Any], int]]] = {}
         for value in step.values:
             place = self.bits if value in self.bits else self.env
-            groups.setdefault(_compat.varying_axes(place[value]), []).append((place, value))
+            array = jax.tree.leaves(place[value])[0]  # an encoded value may be several arrays
+            groups.setdefault(_compat.varying_axes(array), []).append((place, value))
         for places in groups.values():
             tied = jax.lax.optimization_barrier([place[v] for place, v in places])
             for (place, v), array in zip(places, tied, strict=True):
@@ -240,6 +221,7 @@ class StagedFunction:
         num_invariant: int = 0,
         num_carried: int = 0,
         name_values: bool = False,
+        is_chunk: bool = False,
     ) -> None:
         self.whole = primal
         self.primal, self.aside = split_undifferentiated(primal)
@@ -250,6 +232,7 @@ class StagedFunction:
         self.num_invariant = num_invariant
         self.num_carried = num_carried
         self.name_values = name_values
+        self.is_chunk = is_chunk
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
         self._plain_jit = jax.jit(partial(evaluate, self.primal))
@@ -302,40 +285,18 @@ class StagedFunction:
     def _plan_once(
         self, inputs: Sequence[Any], perturbed: tuple[bool, ...], planner: Planner
     ) -> Staged:
-        loops: dict[str, tuple[int, StagedFunction]] = {}
-
-        def loop(path: str, _: Any, parts: _compat.ScanParts, operands: Sequence[Any]) -> Any:
-            body = program_of(parts.body, inline_checkpoints=self.inline_checkpoints)
-            function = StagedFunction(
-                body,
-                planner.child(path),
-                barriers=False,
-                inline_checkpoints=self.inline_checkpoints,
-                multiplicity=parts.length,
-                num_invariant=parts.num_consts,
-                num_carried=parts.num_carry,
-                name_values=self.name_values,
-            )
-            loops[path] = (parts.length, function)
-            return _compat.run_scan(parts, function, operands)
-
-        joint = trace_joint(
-            self.primal,
-            inputs,
-            perturbed,
-            loop=loop,
-            name_values=self.name_values,
-            multiplicity=self.multiplicity,
-            num_invariant=self.num_invariant,
-            num_carried=self.num_carried,
+        traces = _Traces(self, inputs, perturbed, planner)
+        joint = traces.joint(frozenset())
+        if not self.name_values:  # a policy of jax chooses among the values of the program as it is
+            menu = Menu(joint, RULES, traces)
+            joint = menu.joint(planner.sites(menu))
+        loops = traces.loops(joint)
+        joint = replace(
+            joint, graph=_with_loops(joint.graph, loops.renamed, repeatable=self.is_chunk)
         )
         plan = planner.plan(joint.graph, barriers=self.barriers)
-        nested = tuple(
-            LoopPlan(path, length, function.last_plan)
-            for path, (length, function) in loops.items()
-            if function.last_plan is not None
-        )
-        planner.confirm(nested)
+        nested = loops.plans()
+        planner.confirm(plan, nested)
         if nested and not plan.loops:
             plan = plan.with_loops(nested)
         return Staged(joint, plan)
@@ -369,6 +330,152 @@ class StagedFunction:
 
         call.defvjp(forward, backward, symbolic_zeros=True)
         return call
+
+
+class _Traces:
+    """Joint programs of a function: as it is, and with other implementations of its operators."""
+
+    def __init__(
+        self,
+        room: StagedFunction,
+        inputs: Sequence[Any],
+        perturbed: tuple[bool, ...],
+        planner: Planner,
+    ) -> None:
+        self.room = room
+        self.inputs = inputs
+        self.perturbed = perturbed
+        self.planner = planner
+        self._made: dict[frozenset[str], tuple[Joint, _Loops]] = {}
+
+    def sites(self, wanted: Implementations) -> tuple[Site, ...]:
+        """As `remat.rewrite.Operators`."""
+        return operators.sites_in(self.room.primal, wanted)
+
+    def joint(self, names: frozenset[str]) -> Joint:
+        """As `remat.rewrite.Operators`."""
+        if names not in self._made:
+            room, loops = self.room, _Loops(self.room, self.planner)
+            primal = operators.substituted(room.primal, names) if names else room.primal
+            joint = trace_joint(
+                primal,
+                self.inputs,
+                self.perturbed,
+                loop=loops.run,
+                name_values=room.name_values,
+                multiplicity=room.multiplicity,
+                num_invariant=room.num_invariant,
+                num_carried=room.num_carried,
+            )
+            self._made[names] = (joint, loops)
+        return self._made[names][0]
+
+    def loops(self, joint: Joint) -> _Loops:
+        """Returns the loops of one of the joint programs, rewritten or not."""
+        placed = frozenset(name for name in joint.graph.sites if "/" in name)
+        return self._made[placed][1]
+
+
+class _Loops:
+    """Runs the loops of a function with bodies that are planned, and remembers their plans."""
+
+    def __init__(self, room: StagedFunction, planner: Planner) -> None:
+        self.room = room
+        self.planner = planner
+        self.found: dict[str, tuple[int, int, StagedFunction]] = {}
+        self.renamed: dict[str, str] = {}
+        self._rests = itertools.count(
+            sum(_compat.scan_parts(e.source) is not None for e in room.primal.equations)
+        )
+
+    def run(
+        self, path: str, _: Any, parts: _compat.ScanParts, operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """A `remat.trace.LoopHandler`."""
+        inner = self.planner.child(path)
+        # A policy of jax chooses values by name; it cannot say that a loop is cut.
+        trips = NO_CHUNKS if self.room.name_values else inner.chunk_trips(parts.length)
+        if not NO_CHUNKS < trips < parts.length:
+            return self._whole(path, inner, parts, operands)
+        program = program_of(
+            _compat.trace_chunk(parts, trips, operands), keep=operators.called_by_name()
+        )
+        chunk = self._function(program, inner, parts, parts.length // trips, is_chunk=True)
+        self.found[path] = (parts.length // trips, trips, chunk)
+        return _compat.run_chunks(parts, trips, chunk, partial(self._rest, path), operands)
+
+    def _whole(
+        self, path: str, planner: Planner, parts: _compat.ScanParts, operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        body = program_of(
+            parts.body,
+            inline_checkpoints=self.room.inline_checkpoints,
+            keep=operators.called_by_name(),
+        )
+        function = self._function(body, planner, parts, parts.length)
+        self.found[path] = (parts.length, 1, function)
+        return _compat.run_scan(parts, function, operands)
+
+    def _rest(self, path: str, parts: _compat.ScanParts, operands: Sequence[Any]) -> Sequence[Any]:
+        # Named scopes tell loops apart by number; the rest's is one that no loop of the function has.
+        scope, rest = f"scan{next(self._rests)}", rest_of(path)
+        self.renamed[scope] = rest
+        with jax.named_scope(LOOP_SCOPE + scope):
+            return self._whole(rest, self.planner.child(rest), parts, operands)
+
+    def _function(
+        self,
+        program: Program,
+        planner: Planner,
+        parts: _compat.ScanParts,
+        multiplicity: int,
+        *,
+        is_chunk: bool = False,
+    ) -> StagedFunction:
+        return StagedFunction(
+            program,
+            planner,
+            barriers=False,
+            inline_checkpoints=self.room.inline_checkpoints,
+            multiplicity=multiplicity,
+            num_invariant=parts.num_consts,
+            num_carried=parts.num_carry,
+            name_values=self.room.name_values,
+            is_chunk=is_chunk,
+        )
+
+    def plans(self) -> tuple[LoopPlan, ...]:
+        """Returns the plans of the loops that were differentiated."""
+        return tuple(
+            LoopPlan(path, length, function.last_plan, chunk)
+            for path, (length, chunk, function) in self.found.items()
+            if function.last_plan is not None
+        )
+
+
+def _with_loops(graph: Graph, renamed: Mapping[str, str], *, repeatable: bool) -> Graph:
+    """Returns the graph with loops under their paths; `repeatable` loops may run again in the backward pass."""
+    if not (renamed or repeatable):
+        return graph
+
+    def changed(op: Op) -> Op:
+        if op.loop is None:
+            return op
+        path = renamed.get(op.loop, op.loop)
+        again = repeatable and op.phase == "forward"
+        return replace(
+            op,
+            loop=path,
+            recomputable=op.recomputable or again,
+            reason="" if again else op.reason,
+        )
+
+    plain = graph.plain
+    return replace(
+        graph,
+        ops=tuple(map(changed, graph.ops)),
+        plain=None if plain is None else _with_loops(plain, renamed, repeatable=repeatable),
+    )
 
 
 def _instantiate(cotangent: Any) -> Any:

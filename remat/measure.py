@@ -42,10 +42,11 @@ from remat.devices import Device, device_of_kind, get_device
 from remat.errors import CompileError, PolicyError
 from remat.graph import Op
 from remat.primitives import OpClass, classify
+from remat.program import Literal, Program
 from remat.resolve import PlanPlanner, PolicyPlanner, resolve
-from remat.trace import Joint, Literal, Program, check_differentiable
+from remat.trace import Joint, check_differentiable
 
-__all__ = ["Costs", "default_cache_dir", "measure", "measure_joint", "measure_op_seconds"]
+__all__ = ["Costs", "default_cache_dir", "measure", "measure_joint"]
 
 Progress = Callable[[str], None]
 JaxDevice = Any  # `jax.Device`, which type checkers take for a variable
@@ -181,28 +182,6 @@ def measure(
         cache_dir=cache_dir,
         repeats=repeats,
         progress=progress,
-    )
-
-
-def measure_op_seconds(
-    joint: Joint,
-    *,
-    device: JaxDevice | None = None,
-    estimate_as: str | None = None,
-    cache_dir: Path | str | None = None,
-    repeats: int = 5,
-    progress: Progress | None = None,
-) -> dict[int, float]:
-    """Returns `measure_joint(...).seconds` as a dict: seconds of every operator, by its id."""
-    return dict(
-        measure_joint(
-            joint,
-            device=device,
-            estimate_as=estimate_as,
-            cache_dir=cache_dir,
-            repeats=repeats,
-            progress=progress,
-        ).seconds
     )
 
 

@@ -26,8 +26,11 @@ of XLA:GPU that decide about memory, without compiling:
    is the only result of another kernel and no barrier is between them; transpositions do not, nor does what a
    scatter then writes over. Temporaries are put into results that are not there yet, largest first, into the
    smallest that fits.
-7. *Loops.* A loop holds its operands, its results and what one iteration needs. In the body, what was stacked is
-   read as slices; a slice is a buffer if an operator that does not fuse reads it.
+7. *Loops.* A loop holds its operands, its results and what one iteration needs; what it stacks and nobody reads is
+   dropped. The zeros that loops stack into are made in one kernel for all of a type, as early as the first of them.
+   In the body, what was stacked is read as slices; a slice is a buffer if an operator that does not fuse reads it.
+   What a loop in the body stacks or sums is a buffer that is then copied into the stack, or added to the sum, of
+   the loop around it; what it carries is not.
 
 What is not modelled: XLA's freedom to interleave independent work (where many small arrays compete it finds better
 and worse orders than ours), fragmentation, the scratch space of libraries and of matmuls whose long sum is split,
@@ -233,6 +236,7 @@ class _Node:
     additions: int = 0
     working: Prediction | None = None
     again: bool = False
+    trips: int = 0
 
 
 @dataclass(slots=True)
@@ -257,6 +261,8 @@ class _Program:
         results: instances that are results or gradients.
         in_loop: whether this is a loop's body: its results are parts of arrays in use.
         stacks: whether its results are stacked.
+        copied: results that are buffers of their own before they are part of an array in use.
+        shared: the zeros that more than one operator reads, see `_shared_zeros`.
     """
 
     graph: Graph
@@ -267,6 +273,8 @@ class _Program:
     in_loop: bool = False
     stacks: bool = False
     results: list[int] = field(default_factory=list)
+    copied: set[int] = field(default_factory=set)
+    shared: frozenset[_ArrayKind] = frozenset()
 
 
 _Action = tuple[str, int, tuple[int, ...]]
@@ -315,6 +323,8 @@ def predict_body(
     back = _Builder(graph, working, in_loop=True)
     back.given((*graph.inputs, *graph.constants, *graph.cotangents))
     back.sliced(graph.inputs)
+    carried = [v for v in graph.outputs if v in graph.carried]
+    back.sliced(set(graph.cotangents) - _of_type(graph, graph.cotangents, carried))
     raw, bits = _read_before_made(graph, steps[turn:])
     back.crossing([v for v in raw if v in ahead.raw], packed=False)
     back.crossing([v for v in bits if v in ahead.bits], packed=True)
@@ -326,7 +336,35 @@ def predict_body(
     ]
     back.program.stacks = True
     back.program.results = [back.raw[v] for v in graph.gradients]
+    ahead.program.copied = _made_by_loops(ahead.program, set(carried))
+    back.program.copied = _made_by_loops(back.program, _of_type(graph, graph.gradients, carried))
     return _predict(ahead.program), _predict(back.program)
+
+
+def _made_by_loops(program: _Program, carried: set[int]) -> set[int]:
+    """The results of a body that a loop in it makes, but for those that it hands on in place."""
+    instances = program.instances
+    roots = {instances[index].root for index in program.results}
+    made = (root for root in roots if instances[root].producer >= 0)
+    return {
+        root
+        for root in made
+        if program.nodes[instances[root].producer].name == "scan"
+        and instances[root].value not in carried
+    }
+
+
+def _of_type(graph: Graph, values: Iterable[int], types: Iterable[int]) -> set[int]:
+    """For each of `types` one of `values` of the same type: cotangents and gradients of what is carried."""
+    left = list(values)
+    found: set[int] = set()
+    for other in types:
+        kind = graph.values[other].shape, graph.values[other].dtype
+        alike = [v for v in left if (graph.values[v].shape, graph.values[v].dtype) == kind]
+        if alike:
+            left.remove(alike[0])
+            found.add(alike[0])
+    return found
 
 
 def peak_bytes(
@@ -391,16 +429,26 @@ def _steps(graph: Graph, schedule: Schedule | None) -> list[_Action]:
     return [*steps[:first], ("turn", -1, ()), *steps[first:]]
 
 
-def _working(graph: Graph, loops: Sequence[_LoopPlan], plain: bool) -> dict[int, Prediction]:
-    """What one iteration of every planned loop needs, by the loop's operator."""
+_Working = Mapping[int, tuple[Prediction, int]]
+
+
+def _working(graph: Graph, loops: Sequence[_LoopPlan], plain: bool) -> _Working:
+    """What one iteration of every planned loop needs, and the number of iterations, by the loop's operator."""
     by_path = {
-        loop.path: predict_body(
-            loop.plan.graph, None if plain else loop.plan.schedule, loops=loop.plan.loops
+        loop.path: (
+            predict_body(
+                loop.plan.graph, None if plain else loop.plan.schedule, loops=loop.plan.loops
+            ),
+            loop.plan.graph.multiplicity,
         )
         for loop in loops
     }
-    planned = (op for op in graph.ops if op.loop in by_path)
-    return {op.id: by_path[op.loop or ""][op.phase == "backward"] for op in planned}
+    found: dict[int, tuple[Prediction, int]] = {}
+    for op in graph.ops:
+        if op.loop in by_path:
+            halves, trips = by_path[op.loop or ""]
+            found[op.id] = halves[op.phase == "backward"], trips
+    return found
 
 
 def _read_before_made(graph: Graph, steps: Iterable[_Action]) -> tuple[list[int], list[int]]:
@@ -489,9 +537,7 @@ def _shared_zeros(graph: Graph, added: frozenset[int]) -> frozenset[_ArrayKind]:
 class _Builder:
     """Turns steps into nodes and instances."""
 
-    def __init__(
-        self, graph: Graph, working: Mapping[int, Prediction], *, in_loop: bool = False
-    ) -> None:
+    def __init__(self, graph: Graph, working: _Working, *, in_loop: bool = False) -> None:
         self.graph = graph
         self.working = working
         self.program = _Program(graph, in_loop=in_loop)
@@ -500,7 +546,7 @@ class _Builder:
         self._seen: dict[Hashable, list[int]] = {}
         self._ran: set[int] = set()
         self._added = frozenset(op.id for op in graph.ops if _is_added_up(graph, op))
-        self._shared = _shared_zeros(graph, self._added)
+        self._shared = self.program.shared = _shared_zeros(graph, self._added)
         # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
         self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
 
@@ -510,10 +556,10 @@ class _Builder:
             self.raw[value] = self._new(value, -1)
             self.program.sources.add(self.raw[value])
 
-    def sliced(self, inputs: Iterable[int]) -> None:
-        """Of a loop body's inputs, marks those that are a slice of a stacked array."""
+    def sliced(self, given: Iterable[int]) -> None:
+        """Of what a loop's body is given, marks what is a slice of a stacked array."""
         whole = {*self.graph.invariant, *self.graph.carried}
-        self.program.slices.update(self.raw[v] for v in inputs if v not in whole)
+        self.program.slices.update(self.raw[v] for v in given if v not in whole)
 
     def crossing(self, values: Iterable[int], *, packed: bool) -> None:
         """Values that the forward loop stacked, sliced for this iteration."""
@@ -700,6 +746,7 @@ class _Builder:
     ) -> list[int]:
         number = len(self.program.nodes)
         random = op.random and op.kind == "RANDOM"
+        working, trips = self.working.get(op.id, (None, 0))
         node = _Node(
             "op",
             op,
@@ -710,8 +757,9 @@ class _Builder:
             fusible=op.fusible,
             reduces=op.kind == "REDUCTION",
             additions=_RANDOM_ADDITIONS if random else _ADDITIONS.get(op.name, 1),
-            working=self.working.get(op.id),
+            working=working,
             again=op.id in self._ran,
+            trips=trips,
         )
         self._ran.add(op.id)
         self.program.nodes.append(node)
@@ -988,12 +1036,13 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
     instances = program.instances
     found: dict[int, _Kernel] = {}
     turned: set[int] = set()
+    unread = _unread_stacks(program, fusion)
     for number, node in enumerate(program.nodes):
         if not fusion.live[number]:
             continue
         if fusion.kernels[number] == {number}:
             made = found.setdefault(number, _Kernel(number))
-            made.writes = [i for i in node.outs if instances[i].root == i]
+            made.writes = [i for i in node.outs if instances[i].root == i and i not in unread]
         for member in fusion.kernels[number]:
             kernel = found.setdefault(member, _Kernel(member))
             for index in node.ins:
@@ -1012,6 +1061,18 @@ def _kernels(program: _Program, fusion: _Fusion) -> list[_Kernel]:
             elif index in turned:
                 found[number].copies.add(index)
     return [found[number] for number in sorted(found)]
+
+
+def _unread_stacks(program: _Program, fusion: _Fusion) -> set[int]:
+    """What planned loops stack and nobody reads: what a chunk keeps when it runs for the first time."""
+    results = set(program.results)
+    return {
+        out
+        for node in program.nodes
+        if node.op is not None and node.op.loop is not None and len(node.outs) > 1
+        for out in node.outs
+        if not fusion.users[out] and out not in results
+    }
 
 
 def _siblings(program: _Program, fusion: _Fusion, kernels: list[_Kernel]) -> list[_Kernel]:
@@ -1107,17 +1168,36 @@ def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
     return [*order, *(kernel for _, kernel in waiting)]
 
 
+def _is_stack(program: _Program, index: int) -> bool:
+    """Whether a planned loop stacks its results into an array, over zeros that only loops write over."""
+    instance = program.instances[index]
+    node = program.nodes[instance.producer] if instance.producer >= 0 else None
+    if node is None or node.trips < 2:
+        return False
+    value = program.graph.values[instance.value]
+    return value.shape[:1] == (node.trips,) and _array_kind(value) not in program.shared
+
+
 def _early(program: _Program, fusion: _Fusion) -> dict[int, int]:
-    """Buffers that are made before their turn, because they are made from next to nothing: instance to kernel."""
+    """Buffers that are made before their turn, because they are made from next to nothing: instance to kernel.
+
+    The zeros that loops stack their results into are made in one kernel for all of a type.
+    """
     ready = [-1] * len(program.instances)
     first: dict[tuple[int, int], int] = {}
     moved: dict[int, int] = {}
+    filled: dict[_ArrayKind, int] = {}
     for number, node in enumerate(program.nodes):
         if not fusion.live[number]:
             continue
         known = max((ready[index] for index in node.ins), default=-1)
         for out in node.outs:
             instance = program.instances[out]
+            if _is_stack(program, out):
+                value = program.graph.values[instance.value]
+                start = filled.setdefault((value.dtype, value.shape), number)
+                if start < number:
+                    moved[out] = start
             if node.kind == "zeros" and node.ins:
                 moved[out] = program.instances[node.ins[0]].producer
             if node.kind == "barrier" or not node.fusible:
@@ -1249,7 +1329,8 @@ def _laid_out(program: _Program, order: list[_Kernel], moved: Mapping[int, int])
         _Range(i, instances[i].nbytes, at, max(till, end[i]) if i in program.slices else till)
         for i, (at, till) in copied.items()
     ]
-    return _Layout(order, [r for r in ranges if r.nbytes and r.index not in written], results)
+    kept = written - program.copied
+    return _Layout(order, [r for r in ranges if r.nbytes and r.index not in kept], results)
 
 
 def _is_turned(program: _Program, node: _Node) -> bool:
@@ -1331,8 +1412,8 @@ def _overwritten(
     for found in ranges:
         producer = instances[found.index].producer
         node = nodes[producer] if producer >= 0 else None
-        if node is None or node.name == "transpose":
-            continue
+        if node is None or node.name == "transpose" or found.index in program.copied:
+            continue  # a loop stacks into an array of its own
         if node.name not in _IN_PLACE and (not node.fusible or node.reduces or found.index in kept):
             continue
         key = (found.start, found.nbytes)

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 
 from remat import _compat
-from remat.budget import BodyOption, body_options
-from remat.graph import Graph
-from remat.lower import Planner, StagedFunction
-from remat.plan import LoopPlan, Plan
+from remat.graph import Alternatives, Graph, is_wanted
+from remat.loops import BodyOption, body_options
+from remat.lower import StagedFunction
+from remat.plan import Plan
+from remat.planner import Planner, SteadyPlanner
 from remat.planning import plan_from_saved
 from remat.policies.base import Decision
 from remat.resolve import PolicyPlanner
@@ -160,7 +161,7 @@ def choose_option(options: Sequence[BodyOption], price: float) -> BodyOption:
 
 
 @dataclass(frozen=True)
-class PricePlanner:
+class PricePlanner(SteadyPlanner):
     """Plans every wrapper, and every loop body in one, at the same price of memory.
 
     With the price as Lagrange multiplier, several wrappers share one budget: where all pay alike, no wrapper
@@ -174,14 +175,9 @@ class PricePlanner:
     price: float
     menus: Menus
 
-    def begin(self) -> PricePlanner:
-        """Returns itself."""
-        return self
-
-    def again(self, plan: Plan) -> bool:
-        """One plan is enough."""
-        del plan
-        return False
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns every bit-exact site."""
+        return frozenset(site.name for site in menu.sites if is_wanted(site, "exact"))
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Returns the option with the least time plus price."""
@@ -195,15 +191,7 @@ class PricePlanner:
             device=made.device,
         )
 
-    def finish(self, plan: Plan) -> Plan:
-        """A price is always met."""
-        return plan
-
     def child(self, path: str) -> PricePlanner:
         """A loop's body pays the same: what it keeps and what it repeats both count once per iteration."""
         del path
         return self
-
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Whatever the loops were planned to is right."""
-        del loops

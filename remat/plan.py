@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.errors import PlanError
-from remat.graph import Graph, Value
+from remat.forms import form_of, stored_bytes
+from remat.graph import Graph
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Certificate",
-    "Form",
     "LoopPlan",
     "Plan",
     "Recomputed",
@@ -31,28 +31,12 @@ __all__ = [
     "stored_bytes",
 ]
 
-Form = Literal["raw", "bits"]
 Status = Literal["optimal", "feasible", "heuristic"]
 
 
 def primal_name(primal: int) -> str:
     """Returns the `checkpoint_name` that stands for a value of the undifferentiated program."""
     return f"remat.{primal}"
-
-
-def form_of(value: Value) -> Form:
-    """Returns the form in which a value is kept: booleans as one bit per element, the rest as it is."""
-    return "bits" if value.dtype == "bool" else "raw"
-
-
-def stored_bytes(value: Value) -> int:
-    """Returns the bytes a value takes when it is kept for the backward pass."""
-    if form_of(value) == "raw":
-        return value.nbytes
-    elements = 1
-    for dim in value.shape:
-        elements *= dim
-    return -(-elements // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +91,7 @@ class Saved:
         label: dtype and shape, for instance `bf16[8,512,768]`.
         nbytes: bytes in the form in which it is kept, for one iteration if inside a loop.
         raw_bytes: bytes in the form in which it was computed.
-        form: `raw`, or `bits` (one bit per element).
+        form: how it is kept: `raw`, `bits` (one bit per element) or another of `remat.forms`.
         is_input: an argument or closed-over array: alive anyway, costs no memory of its own.
         op: primitive that computed it, empty for an input.
         tags, scope, source: the user's names for it and the line it comes from.
@@ -118,7 +102,7 @@ class Saved:
     label: str
     nbytes: int
     raw_bytes: int
-    form: Form
+    form: str
     is_input: bool
     op: str
     tags: tuple[str, ...]
@@ -157,11 +141,20 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """The plan of a loop body: `path` names the loop (`scan0`, `scan0/scan1`), `length` its trips."""
+    """The plan of a loop body.
+
+    Attributes:
+        path: names the loop: `scan0`, or `scan0_rest` for the iterations that do not fill a chunk.
+        length: how often the body runs.
+        plan: of the body.
+        chunk: iterations of the function's loop in one run of the body. 1, or more if the loop was cut into chunks:
+            then the body is a loop itself, `plan.loop("scan0")`, that runs again in the backward pass.
+    """
 
     path: str
     length: int
     plan: Plan
+    chunk: int = 1
 
 
 @dataclass(frozen=True)
@@ -304,7 +297,7 @@ class Plan:
             recompute_seconds=self.recompute_seconds
             + sum(x.length * x.plan.recompute_seconds for x in loops),
             baseline_saved_bytes=self.baseline_saved_bytes + extra,
-            baseline_peak_bytes=peak_bytes(self.graph, loops=loops) + extra,
+            baseline_peak_bytes=peak_bytes(self.graph.plain or self.graph, loops=loops) + extra,
             solve_seconds=self.solve_seconds + sum(x.plan.solve_seconds for x in loops),
             opaque=self.opaque
             + tuple(f"{x.path}: {line}" for x in loops for line in x.plan.opaque),

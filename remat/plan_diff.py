@@ -328,6 +328,7 @@ class PlanDiff:
         loops: loops that both plans have and that are planned differently, by path.
         loops_only_old, loops_only_new: loops of one of the plans alone.
         loop_lengths: loops of another number of iterations; `Change.name` is the path.
+        loop_chunks: loops cut into other chunks; `Change.name` is the path.
         others: names of the other fields that differ, for instance `notes` or `graph` (its names and lines).
     """
 
@@ -344,6 +345,7 @@ class PlanDiff:
     loops_only_old: tuple[LoopPlan, ...] = ()
     loops_only_new: tuple[LoopPlan, ...] = ()
     loop_lengths: tuple[Change, ...] = ()
+    loop_chunks: tuple[Change, ...] = ()
     others: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -532,12 +534,14 @@ def _with_loops(found: PlanDiff, old: Plan, new: Plan) -> PlanDiff:
     both = [path for path in theirs if path in ours]
     inner = [(path, diff(theirs[path].plan, ours[path].plan)) for path in both]
     lengths = [Change(path, theirs[path].length, ours[path].length) for path in both]
+    chunks = [Change(path, theirs[path].chunk, ours[path].chunk) for path in both]
     return replace(
         found,
         loops=tuple((path, entry) for path, entry in inner if entry),
         loops_only_old=tuple(entry for path, entry in theirs.items() if path not in ours),
         loops_only_new=tuple(entry for path, entry in ours.items() if path not in theirs),
         loop_lengths=tuple(change for change in lengths if change.old != change.new),
+        loop_chunks=tuple(change for change in chunks if change.old != change.new),
     )
 
 
@@ -545,7 +549,13 @@ def _with_others(found: PlanDiff, old: Plan, new: Plan) -> PlanDiff:
     """Adds the fields that differ and of which nothing says so yet."""
     kept = found.only_old or found.only_new or found.changed
     repeated = found.more or found.less
-    loops = found.loops or found.loops_only_old or found.loops_only_new or found.loop_lengths
+    loops = (
+        found.loops
+        or found.loops_only_old
+        or found.loops_only_new
+        or found.loop_lengths
+        or found.loop_chunks
+    )
     said = {change.name for change in (*found.settings, *found.totals)}
     explained = {
         "graph": found.function,
@@ -691,12 +701,22 @@ def _loop_rows(found: PlanDiff, top: int) -> list[str]:
     lines = []
     for word, loops in (("Gone", found.loops_only_old), ("New", found.loops_only_new)):
         lines += [f"{word}: loop {entry.path}, {entry.length} iterations" for entry in loops]
+    chunks = {change.name: change for change in found.loop_chunks}
     for change in found.loop_lengths:
-        lines.append(f"Loop {change.name}: {change.old} -> {change.new} iterations")
+        if change.name not in chunks:
+            lines.append(f"Loop {change.name}: {change.old} -> {change.new} iterations")
+    for path, change in chunks.items():
+        lines.append(f"Loop {path}: {_chunks(change.old)} -> {_chunks(change.new)}")
     for path, inner in found.loops:
-        lines.append(f"Loop {path}, one iteration:")
+        if path in chunks and 1 in (chunks[path].old, chunks[path].new):
+            continue  # a body and a chunk have nothing in common
+        lines.append(f"Loop {path}, one {'iteration' if path not in chunks else 'chunk'}:")
         lines += [f"  {line}" for line in _report(inner, top)]
     return lines
+
+
+def _chunks(trips: int) -> str:
+    return f"chunks of {trips} iterations" if trips > 1 else "whole"
 
 
 def _where(entries: Sequence[Saved | Recomputed]) -> str:

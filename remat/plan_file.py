@@ -33,9 +33,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from remat.errors import PlanError
+from remat.errors import PlanError, PolicyError
+from remat.forms import ENCODINGS, get_encoding
 from remat.graph import Graph, Op, Value
-from remat.plan import Plan, Schedule, Step
+from remat.plan import LoopPlan, Plan, Schedule, Step
+from remat.planner import whole_of
 
 __all__ = [
     "FORMAT_VERSION",
@@ -52,7 +54,7 @@ FORMAT_VERSION = 2
 _FORMAT = "remat.plan"
 _MADE = '\n"made":'  # starts the last line: strings are escaped, so nothing else can look like it
 _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-_BRIEF = (Value, Op)  # records of which there are thousands: fields at their default are left out
+_BRIEF = (Value, Op, LoopPlan)  # records whose fields are left out at their default
 _LAST = ("schedule", "graph", "loops")
 _AGAIN = "Make the plan again with remat.plan(...)."
 
@@ -733,16 +735,41 @@ def _check_plan(plan: Plan) -> None:
     _check_graph(plan.graph)
     _check_schedule(plan.graph, plan.schedule)
     _check_entries("saved", [entry.value for entry in plan.saved], len(plan.graph.values))
+    _check_forms(plan)
     _check_entries("recomputed", [entry.op for entry in plan.recomputed], len(plan.graph.ops))
     paths: set[str] = set()
     for index, entry in enumerate(plan.loops):
         if entry.path in paths:
             raise _Damage(f"a second plan for loop {entry.path!r}", f".loops[{index}].path")
         paths.add(entry.path)
+        _check_chunk(entry, f".loops[{index}].chunk")
         try:
             _check_plan(entry.plan)
         except _Damage as damage:
             raise damage.inside(f".loops[{index}].plan") from None
+
+
+def _check_forms(plan: Plan) -> None:
+    forms = [(f".saved[{i}].form", entry.form) for i, entry in enumerate(plan.saved)]
+    forms += [(f".graph.values[{v.id}].form", v.form) for v in plan.graph.values if v.form]
+    for place, form in forms:
+        try:
+            get_encoding(form)
+        except PolicyError:
+            valid = sorted([*ENCODINGS, "sparse:<share>"])
+            raise _Damage(f"found {form!r}, expected one of {valid}", place) from None
+
+
+def _check_chunk(entry: LoopPlan, place: str) -> None:
+    """A chunk is a loop and what is left over of it, with as many iterations as it says."""
+    if entry.chunk < 1:
+        raise _Damage(f"found {entry.chunk}, expected at least 1", place)
+    if entry.chunk == 1:
+        return
+    inside = [loop for loop in entry.plan.loops if whole_of(loop.path) == "scan0"]
+    trips = sum(loop.length * loop.chunk for loop in inside)
+    if trips != entry.chunk:
+        raise _Damage(f"found {entry.chunk}, but the loop inside has {trips} iterations", place)
 
 
 def _check_ids(ids: Iterable[int], count: int, what: str, *place: str) -> None:
@@ -766,7 +793,7 @@ def _check_entries(name: str, ids: Sequence[int], count: int) -> None:
 def _check_graph(graph: Graph) -> None:
     for item in fields(Graph):
         ids = getattr(graph, item.name)
-        if item.name not in ("values", "ops") and isinstance(ids, tuple):
+        if item.name not in ("values", "ops", "sites") and isinstance(ids, tuple):
             _check_ids(ids, len(graph.values), "value", f".graph.{item.name}")
     for value in graph.values:
         if value.producer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 from remat.cost import op_seconds
 from remat.devices import get_device
@@ -50,6 +51,8 @@ def plan_from_saved(
 ) -> Plan:
     """Turns a saved set into a plan: schedule, replay, statistics."""
     start = time.perf_counter() if start is None else start
+    graph = _with_forms(graph, decision)
+    plain = graph if graph.plain is None else graph.plain
     kept = decision.saved | (graph.backward_reads & set(graph.inputs))
     schedule = build_schedule(graph, kept, barriers=barriers, order=decision.order)
     replay = simulate(graph, schedule)
@@ -71,16 +74,32 @@ def plan_from_saved(
             entry.times * op_seconds(graph, graph.ops[entry.op], chip) for entry in recomputed
         ),
         baseline_saved_bytes=sum(
-            graph.values[v].nbytes
-            for v in no_remat_saved(graph)
-            if v not in graph.alive_anyway and v not in graph.fixed
+            plain.values[v].nbytes
+            for v in no_remat_saved(plain)
+            if v not in plain.alive_anyway and v not in plain.fixed
         ),
-        baseline_peak_bytes=peak_bytes(graph),
+        baseline_peak_bytes=peak_bytes(plain),
         certificate=decision.certificate,
         opaque=_opaque(graph),
         notes=decision.notes,
         device=device,
         solve_seconds=time.perf_counter() - start,
+    )
+
+
+def _with_forms(graph: Graph, decision: Decision) -> Graph:
+    """Returns the graph with the forms that a decision chose."""
+    if not decision.forms:
+        return graph
+    forms = dict(decision.forms)
+    for index, form in forms.items():
+        stored_bytes(graph.values[index], form)  # raises if the value cannot be kept so
+    return replace(
+        graph,
+        values=tuple(
+            replace(value, form=forms[value.id]) if value.id in forms else value
+            for value in graph.values
+        ),
     )
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from remat.cost import op_seconds
+from remat.devices import get_device
+from remat.graph import Graph, Op
 from remat.plan import LoopPlan, Plan, Recomputed, Saved
 
 __all__ = [
@@ -120,7 +124,7 @@ def describe(plan: Plan, top: int = 12) -> str:
         plan: any plan.
         top: how many rows to list of the kept values and of the repeated operators; identical ones share a row.
     """
-    lines = [*_header(plan), "", *_body(plan, top)]
+    lines = [*_header(plan), *_rewritten(plan), "", *_body(plan, top)]
     lines += _bullets(
         "Opaque operators (not looked into, and what was done about them):", plan.opaque
     )
@@ -140,6 +144,15 @@ def _header(plan: Plan) -> list[str]:
             0,
         ),
     ]
+
+
+def _rewritten(plan: Plan) -> list[str]:
+    """At how many places the backward pass is computed from other values, by rule."""
+    if not plan.graph.sites:
+        return []
+    rules = Counter(site.partition("@")[0] for site in plan.graph.sites)
+    named = ", ".join(f"{rule} x{count}" for rule, count in sorted(rules.items()))
+    return _wrapped(f"Rewritten before planning: {named}.", 0)
 
 
 def _budget(plan: Plan) -> list[str]:
@@ -269,8 +282,35 @@ def _kept_why(plan: Plan, group: Sequence[Saved]) -> list[str]:
     why = entry.why + (" (each)" if len(group) > 1 and "flops" in entry.why else "")
     if entry.form != "raw":
         why += f"; raw it would take {human_bytes(sum(e.raw_bytes for e in group))}"
+    why += _otherwise(plan, group)
     scope = _common_scope([e.scope for e in group])
     return _wrapped(f"{scope}: {why}" if scope else why, 14)
+
+
+def _otherwise(plan: Plan, group: Sequence[Saved]) -> str:
+    """What it would cost to make the values of a group again from the others that are kept."""
+    graph, chip = plan.graph, get_device(plan.device)
+    kept = frozenset(entry.value for entry in plan.saved)
+    flops, seconds = 0, 0.0
+    for entry in group:
+        for op in _makers(graph, entry.value, kept):
+            if not op.recomputable:
+                return ""  # then `why` says so
+            flops += op.flops
+            seconds += op_seconds(graph, op, chip)
+    return f"; made again it would cost {human_flops(flops)}, {human_seconds(seconds)}"
+
+
+def _makers(graph: Graph, value: int, kept: frozenset[int]) -> list[Op]:
+    """The operators that make a value from what is kept beside it and from arguments."""
+    found: dict[int, Op] = {}
+    todo = [value]
+    while todo:
+        producer = graph.values[todo.pop()].producer
+        if producer is not None and producer not in found:
+            found[producer] = graph.ops[producer]
+            todo += [v for v in graph.ops[producer].inputs if v not in kept]
+    return list(found.values())
 
 
 def _stored(entries: Iterable[Saved]) -> int:
@@ -310,7 +350,7 @@ def _repeated(entries: Iterable[Recomputed]) -> int:
 
 def _distinct_loops(loops: Iterable[LoopPlan]) -> list[tuple[tuple[str, ...], LoopPlan]]:
     """Loops planned alike together, under all their paths."""
-    groups = _groups(loops, lambda loop: (loop.length, loop.plan.digest()))
+    groups = _groups(loops, lambda loop: (loop.length, loop.chunk, loop.plan.digest()))
     return [(tuple(loop.path for loop in group), group[0]) for group in groups]
 
 
@@ -318,9 +358,13 @@ def _loop(paths: Sequence[str], entry: LoopPlan, top: int) -> list[str]:
     plan = entry.plan
     once, total = human_bytes(plan.saved_bytes), human_bytes(entry.length * plan.saved_bytes)
     name = f"Loop {paths[0]}" if len(paths) == 1 else f"Loops {', '.join(paths)} (alike), each"
+    turns, one = _count(entry.length, "iteration"), "iteration"
+    if entry.chunk > 1:
+        turns = f"{_count(entry.length, 'chunk')} of {entry.chunk} iterations, run again in the backward pass,"
+        one = "chunk"
     lines = _wrapped(
-        f"{name}: {_count(entry.length, 'iteration')} that keep {once}, {total} in all. "
-        f"Status {plan.status}. One iteration of {paths[0]}:",
+        f"{name}: {turns} that keep {once}, {total} in all. "
+        f"Status {plan.status}. One {one} of {paths[0]}:",
         0,
     )
     body = _body(plan, max(_MIN_LOOP_ROWS, top // 2)) + _bullets("Notes:", plan.notes)

@@ -12,12 +12,13 @@ import jax
 
 from remat.budget import BudgetSession, held
 from remat.errors import BudgetError, PlanError, PolicyError
-from remat.graph import Graph
+from remat.graph import Alternatives, Graph
 from remat.plan import LoopPlan, Plan
 from remat.plan_diff import first_difference
+from remat.planner import NO_CHUNKS, SteadyPlanner, is_rest
 from remat.planning import make_plan
 from remat.policies import POLICIES, Full, Policy, get_policy
-from remat.policies.base import BudgetPolicy
+from remat.policies.base import BudgetPolicy, choose_sites
 
 __all__ = [
     "JaxPolicy",
@@ -57,7 +58,7 @@ class JaxPolicy:
 
 
 @dataclass(frozen=True)
-class PolicyPlanner:
+class PolicyPlanner(SteadyPlanner):
     """Plans every graph with the same policy and holds it to a budget.
 
     Attributes:
@@ -74,10 +75,9 @@ class PolicyPlanner:
             return BudgetSession(self.policy, self.budget)
         return self
 
-    def again(self, plan: Plan) -> bool:
-        """One plan is enough."""
-        del plan
-        return False
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns the sites that the policy wants."""
+        return choose_sites(self.policy, menu, self.budget)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a graph."""
@@ -96,29 +96,26 @@ class PolicyPlanner:
         del path
         return PolicyPlanner(self.policy)
 
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Whatever the loops were planned to is right."""
-        del loops
-
 
 @dataclass(frozen=True)
-class PlanPlanner:
-    """Applies a plan that was made before.
+class PlanPlanner(SteadyPlanner):
+    """Applies a plan that was made before, held to its budget when it was made.
+
+    Attributes:
+        made: the plan.
+        path: of the loop that it is the body of, empty for the function itself.
 
     Raises:
         PlanError: the function is not the one the plan was made for.
     """
 
     made: Plan
+    path: str = ""
 
-    def begin(self) -> PlanPlanner:
-        """Returns itself."""
-        return self
-
-    def again(self, plan: Plan) -> bool:
-        """One look is enough."""
-        del plan
-        return False
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns the sites at which the plan's graph was rewritten."""
+        del menu
+        return frozenset(self.made.graph.sites)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Returns the given plan after checking that it belongs to `graph`."""
@@ -129,23 +126,25 @@ class PlanPlanner:
             )
         return self.made
 
-    def finish(self, plan: Plan) -> Plan:
-        """Returns it: it was held to its budget when it was made."""
-        return plan
-
     def child(self, path: str) -> _LoopPlanner | _Unplanned:
         """Returns the planner of a loop body."""
-        found = [entry.plan for entry in self.made.loops if entry.path == path]
-        return _LoopPlanner(found[0]) if found else _Unplanned(path)
+        whole = f"{self.path}/{path}".removeprefix("/")
+        for entry in self.made.loops:
+            if entry.path == path:
+                return _LoopPlanner(entry.plan, whole, entry.chunk)
+        return _Unplanned(whole)
 
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
+    def confirm(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
         """Raises PlanError if a loop is not the one the plan was made for."""
+        if plan is not self.made:
+            return  # of a loop body that jax traced on the way: thrown away
         for entry in loops:
             made = self.made.loop(entry.path)
             if entry.plan.graph.fingerprint() != made.graph.fingerprint():
+                path = f"{self.path}/{entry.path}".removeprefix("/")
                 raise PlanError(
                     "this plan was made for another function: "
-                    + first_difference(made.graph, entry.plan.graph, loop=entry.path)
+                    + first_difference(made.graph, entry.plan.graph, loop=path)
                 )
 
 
@@ -157,51 +156,42 @@ class _LoopPlanner(PlanPlanner):
     get a plan that is thrown away; `PlanPlanner.confirm` looks at the last one.
     """
 
+    chunk: int = NO_CHUNKS
+
+    def chunk_trips(self, length: int) -> int:
+        """Chunks as the plan has them."""
+        del length
+        return self.chunk
+
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Returns the given plan if it belongs to `graph`, else a passing one."""
         if graph.fingerprint() == self.made.graph.fingerprint():
             return self.made
         return make_plan(graph, Full(), barriers=barriers)
 
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """The outermost planner confirms."""
-        del loops
-
 
 @dataclass(frozen=True)
-class _Unplanned:
+class _Unplanned(SteadyPlanner):
     """A loop that a plan has no part for: right as long as the loop is not differentiated."""
 
     path: str
 
-    def begin(self) -> _Unplanned:
-        """Returns itself."""
-        return self
-
-    def again(self, plan: Plan) -> bool:
-        """Never reached."""
-        del plan
-        return False
-
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Raises PlanError: the loop is differentiated after all."""
         del graph, barriers
+        if is_rest(self.path):
+            raise PlanError(
+                f"this plan was made for another function: its loops had other lengths, so that {self.path!r}, "
+                "the iterations that do not fill a chunk, has no plan. Plan again with remat.plan(...)."
+            )
         raise PlanError(
             f"this plan was made for another function: loop {self.path!r} was not differentiated then and "
             "is now. Differentiate the same arguments, or plan again with remat.plan(...)."
         )
 
-    def finish(self, plan: Plan) -> Plan:
-        """Never reached."""
-        return plan
-
     def child(self, path: str) -> _Unplanned:
         """A loop inside has no plan either."""
         return _Unplanned(f"{self.path}/{path}")
-
-    def confirm(self, loops: tuple[LoopPlan, ...]) -> None:
-        """Never reached."""
-        del loops
 
 
 Resolved = Off | JaxPolicy | PolicyPlanner | PlanPlanner

@@ -19,7 +19,7 @@ from remat import _compat
 from remat.errors import PlanError
 from remat.plan import Plan, primal_name
 from remat.primitives import OpClass, classify
-from remat.trace import Program, evaluate, program_of
+from remat.program import Program, evaluate, program_of
 
 __all__ = ["annotate_program", "differentiable_flags"]
 

@@ -13,9 +13,12 @@ import pytest
 from remat.policies import (
     Auto,
     Checkmate,
+    Echo,
     Full,
+    Gist,
     Ilp,
     MinCut,
+    Monet,
     Names,
     Policy,
     Revolve,
@@ -65,8 +68,12 @@ POLICY_TABLE: tuple[PolicyRow, ...] = (
     ),
     PolicyRow("sublinear-cheap", "sublinear", lambda: Sublinear("cheap"), label_free=False),
     PolicyRow("revolve", "revolve", Revolve, label_free=False),
+    PolicyRow("echo", "echo", Echo, label_free=False),
     PolicyRow("checkmate", "checkmate", Checkmate, label_free=False),
     PolicyRow("ilp", "ilp", Ilp, label_free=False),
+    PolicyRow("monet", "monet", Monet, label_free=False),
+    PolicyRow("gist", "gist", Gist),
+    PolicyRow("gist-lossy", "gist", lambda: Gist(precision="float16", sparse=0.5)),
     PolicyRow("auto", "auto", Auto),
 )
 

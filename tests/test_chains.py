@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +32,7 @@ from remat.policies._chains import (
 )
 from remat.policies._segments import sequence_of_saved, sqrt_segments
 from remat.policies.problem import Problem, peak_of_order, replay
+from tests.programs import public_graph
 
 PUBLISHED = {
     (10, 3): 15,
@@ -588,22 +586,7 @@ REFERENCE = [
 
 @pytest.mark.parametrize(("name", "ratio", "extra", "optimum"), REFERENCE)
 def test_public_graphs(name: str, ratio: float, extra: int, optimum: int) -> None:
-    folder = os.environ.get("REMAT_GRAPHS")
-    path = Path(folder or ".") / f"{name}.json"
-    if not folder or not path.exists():
-        pytest.skip("REMAT_GRAPHS names no folder with the public graphs")
-    data = json.loads(path.read_text())
-    nodes = sorted(data["nodes"], key=lambda node: node["id"])
-    inputs: list[list[int]] = [[] for _ in nodes]
-    for edge in data.get("links", data.get("edges")):
-        inputs[edge["target"]].append(edge["source"])
-    problem = Problem.of(
-        [node["cost_cpu"] for node in nodes],
-        [node["cost_ram"] for node in nodes],
-        [sorted(reads) for reads in inputs],
-        repeatable=[not node["backward"] for node in nodes],
-        turn=next(node["id"] for node in nodes if node["backward"]),
-    )
+    problem = public_graph(name)
     budget = math.ceil(ratio * peak_of_order(problem))
     plan = solve_chain(problem, budget)
     assert plan is not None

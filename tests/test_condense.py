@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +25,8 @@ from remat.planning import make_plan
 from remat.policies import Ilp
 from remat.policies._segments import kept_at_turn
 from remat.policies.condense import Condensed, condense
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.problem import peak_of_order, replay
+from tests.programs import random_sequence
 
 ROWS, WIDTH = 256, 64
 WIDE = ROWS * WIDTH * 4  # bytes of an activation
@@ -387,6 +391,40 @@ def test_measured_seconds_replace_the_roofline_of_the_operator_measured() -> Non
     assert costs[1:].tolist() == plain[1:].tolist()
 
 
+# --- remembered --------------------------------------------------------------------------------------
+
+
+def test_a_graph_is_condensed_once_per_device_and_objective() -> None:
+    graph = costs_graph()
+    first = condense(graph)
+    assert condense(graph) is first
+    assert condense(graph, device="h200", objective="seconds", op_seconds={}, workspace={}) is first
+    others = [
+        condense(graph, device="a100"),
+        condense(graph, objective="flops"),
+        condense(graph, op_seconds={0: 3.5}),
+        condense(graph, workspace={0: 1000}),
+        condense(replace(graph)),
+    ]
+    assert len({id(found) for found in (first, *others)}) == 6
+    assert condense(graph, device="a100") is others[0]
+    assert condense(graph, objective="flops") is others[1]
+    assert condense(graph, op_seconds={0: 3.5}) is not others[2]
+    assert condense(graph, workspace={0: 1000}) is not others[3]
+    assert condense(graph) is first and first.problem.workspace is None
+
+
+def test_what_is_remembered_changes_no_graph_and_dies_with_it() -> None:
+    graph, other = costs_graph(), costs_graph()
+    text, fingerprint = graph.to_json(), graph.fingerprint()
+    gone = [weakref.ref(graph), weakref.ref(condense(graph))]
+    assert graph == other and hash(graph) == hash(other)
+    assert (graph.to_json(), graph.fingerprint()) == (text, fingerprint)
+    del graph
+    gc.collect()
+    assert [found() for found in gone] == [None, None]
+
+
 def test_a_loops_body_needs_room_while_it_runs() -> None:
     condensed = condense(costs_graph(), workspace={0: 1000})
     assert condensed.problem.extra_while_running.tolist() == [1000, 0, 0]
@@ -408,17 +446,6 @@ def live_ops(graph: Graph) -> set[int]:
             live.add(op.id)
             wanted.update(op.inputs)
     return live
-
-
-def random_sequence(problem: Problem, rng: random.Random, share: float = 0.5) -> list[int]:
-    """All nodes in order; after the turn forward nodes run again at random places, some several times."""
-    again = [node for node in range(problem.turn) if problem.repeatable[node]]
-    sequence = list(range(problem.turn))
-    for node in range(problem.turn, len(problem)):
-        while again and rng.random() < share:
-            sequence.append(rng.choice(again))
-        sequence.append(node)
-    return sequence
 
 
 @given(graph=graphs())

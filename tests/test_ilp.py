@@ -17,7 +17,7 @@ from test_budget import training_graph
 
 import remat
 import remat.policies.ilp as ilp_module
-from models import mlp
+from models import gpt, mlp
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Graph
 from remat.policies import Auto, Checkmate, Ilp, MinCut, Policy, Revolve, Sublinear
@@ -309,6 +309,65 @@ def test_costs_that_were_measured_are_accepted(tmp_path: Any) -> None:
         remat.plan(LOSS, *ARGS, remat_policy=Ilp(costs=costs), budget=0.8)
 
 
+# --- bodies of loops ---------------------------------------------------------------------------------
+
+BLOCKS = {"layers": 3, "batch": 2, "length": 16, "width": 32, "heads": 4, "dropout": 0.1}
+
+
+def body_of(policy: Policy) -> remat.Plan:
+    """The plan of the body of a scan over GPT blocks."""
+    loss, args = gpt.blocks_scanned(**BLOCKS)
+    (loop,) = remat.plan(loss, *args, remat_policy=policy).loops
+    return loop.plan
+
+
+def test_without_a_budget_a_loop_keeps_what_the_cut_keeps() -> None:
+    """What a body keeps is written and read in every iteration: everything is not the fastest."""
+    ours, cut = body_of(Ilp()), body_of(MinCut())
+    assert ours.graph.multiplicity == 3
+    assert (ours.saved, ours.schedule) == (cut.saved, cut.schedule)
+    assert ours.saved_bytes == cut.saved_bytes == 51200
+    assert (ours.status, ours.certificate) == (cut.status, cut.certificate)
+    assert ours.certificate is not None and ours.certificate.kind == "cut capacity = flow value"
+    assert any("loop body" in note for note in ours.notes)
+    # It costs no matmul: gelu, softmax, the norms and dropout run again.
+    heavy = {op.id for op in ours.graph.ops if op.heavy}
+    assert ours.recompute_flops > 0 and not heavy & {entry.op for entry in ours.recomputed}
+
+
+def test_for_the_fewest_flops_a_loop_keeps_everything() -> None:
+    body = body_of(Ilp(objective="flops"))
+    assert (body.saved_bytes, body.graph.multiplicity) == (79872, 3)
+    assert not {op.id for op in body.graph.ops if op.heavy} & {e.op for e in body.recomputed}
+    assert body.recompute_flops < body_of(Ilp()).recompute_flops
+
+
+def test_a_body_that_runs_once_keeps_everything() -> None:
+    graph = body_of(MinCut()).graph
+    once = replace(graph, multiplicity=1)
+    assert Ilp().decide(graph).saved == MinCut().decide(graph).saved
+    found = Ilp().decide(once)
+    assert found.order is not None and found.notes == ("start: keep all",)
+    certificate = found.certificate
+    assert certificate is not None and "picoseconds" in certificate.kind and certificate.gap == 0
+
+
+def test_the_bodies_of_loops_are_cut_for_the_device_of_the_policy() -> None:
+    graph = body_of(MinCut()).graph
+    for device in ("h200", "a100", "cpu"):
+        assert Ilp(device=device).decide(graph).saved == MinCut(device=device).decide(graph).saved
+
+
+def test_measured_costs_of_a_function_with_a_loop_are_accepted() -> None:
+    """The measured graph has the loop as `min_cut` plans it, and so has this one."""
+    loss, args = gpt.blocks_scanned(**BLOCKS)
+    told = Told(remat.plan(loss, *args).graph.fingerprint(), {})
+    policy = Ilp(costs=told)
+    plan = remat.plan(loss, *args, remat_policy=policy)
+    assert plan.graph.fingerprint() == told.fingerprint
+    assert [loop.plan.saved_bytes for loop in plan.loops] == [51200]
+
+
 # --- neighbours --------------------------------------------------------------------------------------
 
 
@@ -388,6 +447,21 @@ def test_compiled_memory_is_within_the_budget(step: int) -> None:
     assert plan.peak_bytes <= budget
     assert plan.recompute_flops > 0
     assert temp <= budget
+
+
+@pytest.mark.gpu_compile
+@needs_gpu_compiler
+def test_a_loop_compiles_to_less_traffic_than_when_its_body_keeps_everything() -> None:
+    loss, args = gpt.blocks_scanned(layers=4, batch=4, length=64, width=128, heads=2)
+
+    def compiled(policy: Policy) -> remat.CompileReport:
+        ours = remat.checkpoint(loss, remat_policy=policy)
+        return remat.compile_report(jax.grad(ours), *args, device="h200")
+
+    ours, everything = compiled(Ilp()), compiled(Ilp(objective="flops"))
+    assert ours.hbm_traffic_bytes < everything.hbm_traffic_bytes
+    assert ours.temp_bytes < everything.temp_bytes
+    assert ours.matmuls_executed == everything.matmuls_executed
 
 
 @pytest.mark.gpu_compile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,9 +17,10 @@ from random_graphs import chain, laws
 
 import remat
 from models import cases
-from remat.budget import BodyOption, BudgetSession, body_options, choose_options, limit_bytes
+from remat.budget import BudgetSession, limit_bytes
 from remat.errors import BudgetError, PlanError
 from remat.graph import Graph
+from remat.loops import BodyOption, LoopOption, body_options, choose_options, needed_bytes
 from remat.plan import LoopPlan, Plan
 from remat.planning import make_plan
 from remat.policies import Full, Ilp, SaveAll
@@ -114,77 +114,80 @@ def test_options_of_a_body_without_anything_to_keep_are_one() -> None:
 
 # --- choosing ----------------------------------------------------------------------------------------
 
-BASE = make_plan(chain(2), SaveAll())  # of any body
+BODY = BodyOption(make_plan(chain(2), SaveAll()), 0.0, 0)  # of any body
 
 
-def menu_of(rng: random.Random, most: int) -> list[BodyOption]:
-    """Options whose total rises and whose seconds fall."""
+def menu_of(rng: random.Random, most: int, working: int = 60) -> list[LoopOption]:
+    """Options that keep more and take fewer seconds one after the other."""
     count = rng.randint(1, most)
-    saved = sorted(rng.sample(range(0, 400, 8), count))
+    kept = sorted(rng.sample(range(0, 4000, 8), count))
     seconds = sorted((float(s) for s in rng.sample(range(1, 200), count)), reverse=True)
     return [
-        BodyOption(replace(BASE, peak_bytes=rng.randint(1, 60)), time, kept, rng.randint(0, 90))
-        for kept, time in zip(saved, seconds, strict=True)
+        LoopOption(BODY, (), nbytes, rng.randint(1, 60) if working else 0, time)
+        for nbytes, time in zip(kept, seconds, strict=True)
     ]
 
 
-def above(menus: list[list[BodyOption]], trips: list[int], choice: tuple[int, ...]) -> int:
-    """What a choice takes above the first options: what is kept in every trip, and the largest body at work."""
-    kept = sum(
-        n * (menu[i].saved_bytes - menu[0].saved_bytes) + menu[i].fixed_bytes - menu[0].fixed_bytes
-        for n, menu, i in zip(trips, menus, choice, strict=True)
-    )
-    working = max(menu[i].plan.peak_bytes for menu, i in zip(menus, choice, strict=True))
-    return kept + max(0, working - max(menu[0].plan.peak_bytes for menu in menus))
+def taken(menus: list[list[LoopOption]], choice: tuple[int, ...]) -> list[LoopOption]:
+    return [menu[index] for menu, index in zip(menus, choice, strict=True)]
 
 
-def cost(menus: list[list[BodyOption]], trips: list[int], choice: tuple[int, ...]) -> float:
-    return sum(n * menu[i].seconds for n, menu, i in zip(trips, menus, choice, strict=True))
+def need(menus: list[list[LoopOption]], choice: tuple[int, ...]) -> int:
+    """What is kept in all loops, and the largest loop at work."""
+    options = taken(menus, choice)
+    return sum(o.kept_bytes for o in options) + max(o.working_bytes for o in options)
 
 
-@given(seed=st.integers(0, 2**20), slack=st.integers(-50, 6000), banned=st.integers(0, 4))
+def cost(menus: list[list[LoopOption]], choice: tuple[int, ...]) -> float:
+    return sum(option.seconds for option in taken(menus, choice))
+
+
+@given(seed=st.integers(0, 2**20), budget=st.integers(-50, 12_000), banned=st.integers(0, 4))
 @laws(300)
-def test_the_choice_equals_that_of_brute_force(seed: int, slack: int, banned: int) -> None:
+def test_the_choice_equals_that_of_brute_force(seed: int, budget: int, banned: int) -> None:
     rng = random.Random(seed)
     menus = [menu_of(rng, 5) for _ in range(rng.randint(1, 3))]
-    trips = [rng.randint(1, 12) for _ in menus]
     every = list(itertools.product(*(range(len(menu)) for menu in menus)))
     excluded = set(rng.sample(every, min(banned, len(every))))
-    fitting = [c for c in every if c not in excluded and above(menus, trips, c) <= slack]
-    chosen = choose_options(menus, trips, slack, excluded)
+    assert all(needed_bytes(taken(menus, c)) == need(menus, c) for c in every)
+    fitting = [c for c in every if c not in excluded and need(menus, c) <= budget]
+    chosen = choose_options(menus, budget, excluded)
     if not fitting:
-        assert chosen == (0,) * len(menus)
+        assert chosen is None
         return
     assert chosen in fitting
-    assert cost(menus, trips, chosen) == min(cost(menus, trips, c) for c in fitting)
+    assert cost(menus, chosen) == min(cost(menus, c) for c in fitting)
 
 
-@given(seed=st.integers(0, 2**20), share=st.floats(0, 1.1))
+@given(seed=st.integers(0, 2**20), share=st.floats(0, 1.1), working=st.booleans())
 @laws(40)
 def test_with_many_loops_the_choice_fits_and_is_exact_where_all_bodies_work_alike(
-    seed: int, share: float
+    seed: int, share: float, working: bool
 ) -> None:
     rng = random.Random(seed)
-    menus = [menu_of(rng, 5) for _ in range(7)]
-    menus = [[replace(o, plan=BASE, fixed_bytes=0) for o in menu] for menu in menus]
+    menus = [menu_of(rng, 5, working) for _ in range(7)]
     while math.prod(map(len, menus)) <= 4096:
-        menus.append([replace(o, plan=BASE, fixed_bytes=0) for o in menu_of(rng, 5)])
-    trips = [rng.randint(1, 4) for _ in menus]
-    top = above(menus, trips, tuple(len(menu) - 1 for menu in menus))
-    slack = int(share * top)
-    chosen = choose_options(menus, trips, slack)
-    assert above(menus, trips, chosen) <= slack
+        menus.append(menu_of(rng, 5, working))
+    top = need(menus, tuple(len(menu) - 1 for menu in menus))
+    budget = int(share * top)
+    chosen = choose_options(menus, budget)
+    if chosen is not None:
+        assert need(menus, chosen) <= budget
+    if working:
+        return
     # The knapsack by bytes, one loop after the other.
     best = {0: 0.0}
-    for n, menu in zip(trips, menus, strict=True):
+    for menu in menus:
         grown: dict[int, float] = {}
         for used, seconds in best.items():
             for option in menu:
-                key = used + n * (option.saved_bytes - menu[0].saved_bytes)
-                if key <= slack:
-                    grown[key] = min(grown.get(key, math.inf), seconds + n * option.seconds)
+                key = used + option.kept_bytes
+                if key <= budget:
+                    grown[key] = min(grown.get(key, math.inf), seconds + option.seconds)
         best = grown
-    assert cost(menus, trips, chosen) == pytest.approx(min(best.values()))
+    assert (chosen is None) == (not best)
+    if chosen is not None:
+        assert cost(menus, chosen) == pytest.approx(min(best.values()))
 
 
 # --- budgets of functions with loops -----------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 import remat
 from remat.policies import Full, MinCut, Names, SaveAll
+from tests import programs
 
 KEY = jax.random.key(0)
 POLICIES = [
@@ -72,36 +73,6 @@ def test_gradients_agree_compiled(policy: Any, lowering: str) -> None:
     assert_equal(jax.value_and_grad(ours, (0, 1))(*args), want, exact=False)
 
 
-def _vmap(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, w, key: jax.vmap(jax.grad(f), (0, None, 0))(
-        jnp.stack([x, 2 * x]), w, jax.random.split(key, 2)
-    )
-
-
-def _grad_of_vmap(f: Callable[..., Any]) -> Callable[..., Any]:
-    def total(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
-        keys = jax.random.split(key, 2)
-        return jax.vmap(f, (0, None, 0))(jnp.stack([x, 2 * x]), w, keys).sum()
-
-    return jax.grad(total, (0, 1))
-
-
-def _grad_of_grad(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, w, key: jax.grad(lambda w: jnp.sum(jax.grad(f)(x, w, key) ** 2))(w)
-
-
-def _scan(f: Callable[..., Any]) -> Callable[..., Any]:
-    def total(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
-        def body(c: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            loss = f(c, w, k)
-            return c * 0.5 + loss, loss
-
-        c, losses = jax.lax.scan(body, x, jax.random.split(key, 3))
-        return c.sum() + losses.sum()
-
-    return jax.grad(total, (0, 1))
-
-
 def _linearize(f: Callable[..., Any]) -> Callable[..., Any]:
     def both(x: jax.Array, w: jax.Array, key: jax.Array) -> Any:
         value, pullback = jax.vjp(lambda x, w: f(x, w, key), x, w)
@@ -115,10 +86,7 @@ def _jit_inside(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 TRANSFORMS = {
-    "vmap of grad": _vmap,
-    "grad of vmap": _grad_of_vmap,
-    "grad of grad": _grad_of_grad,
-    "inside scan": _scan,
+    **programs.TRANSFORMS,
     "vjp": _linearize,
     "jit inside": _jit_inside,
 }

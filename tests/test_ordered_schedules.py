@@ -25,25 +25,15 @@ from remat.planning import make_plan, plan_from_saved
 from remat.policies import Auto, Checkmate, Ilp, Policy, Revolve, Sublinear
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, condense
-from remat.policies.problem import Problem
 from remat.schedule import build_schedule
 from remat.simulate import simulate
-
-
-def described(schedule: Schedule) -> list[str]:
-    return [s.action if s.target < 0 else f"{s.action} {s.target}" for s in schedule.steps]
-
-
-def random_sequence(problem: Problem, rng: random.Random, share: float) -> list[int]:
-    """All nodes in order; after the turn forward nodes run again at random places, some several times."""
-    again = [node for node in range(problem.turn) if problem.repeatable[node]]
-    sequence = list(range(problem.turn))
-    for node in range(problem.turn, len(problem)):
-        while again and rng.random() < share:
-            sequence.append(rng.choice(again))
-        sequence.append(node)
-    return sequence
-
+from tests.programs import (
+    TRANSFORMS,
+    described,
+    needed_for,
+    random_sequence,
+    run_on_devices,
+)
 
 # --- exact -----------------------------------------------------------------------------------------
 
@@ -206,15 +196,9 @@ def planned(graph: Graph, rng: random.Random, share: float, barriers: bool) -> P
 
 def forward_runs(graph: Graph, saved: frozenset[int]) -> set[int]:
     """What the forward pass runs: whatever a result, a kept value or a side effect needs."""
-    todo = [*graph.outputs, *saved]
-    todo += [v for op in graph.forward_ops() if op.effectful for v in op.inputs]
-    found = {op.id for op in graph.forward_ops() if op.effectful}
-    while todo:
-        producer = graph.values[todo.pop()].producer
-        if producer is not None and producer not in found:
-            found.add(producer)
-            todo += graph.ops[producer].inputs
-    return found
+    effects = [op for op in graph.forward_ops() if op.effectful]
+    read = [v for op in effects for v in op.inputs]
+    return {op.id for op in effects} | needed_for(graph, [*graph.outputs, *saved, *read])
 
 
 shares = st.sampled_from([0.0, 0.2, 0.5, 0.8])
@@ -485,8 +469,8 @@ def test_each_kind_of_sabotage_has_the_number_of_its_first_broken_step() -> None
 LAYERS = 6
 
 
-def network(ws: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
-    """Six layers with dropout, relu, gelu and residual sums: `ws` is `[6, 16, 16]`, `x` is `[32, 16]`."""
+def network(x: jax.Array, ws: jax.Array, key: jax.Array) -> jax.Array:
+    """Six layers with dropout, relu, gelu and residual sums: `x` is `[32, 16]`, `ws` is `[6, 16, 16]`."""
     for index in range(LAYERS):
         hidden = x @ ws[index]
         if index % 3 == 0:
@@ -503,7 +487,7 @@ def network(ws: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
 def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
     a, b = jax.random.split(jax.random.key(1))
     ws, x = jax.random.normal(a, (LAYERS, 16, 16)) / 3, jax.random.normal(b, (32, 16))
-    return ws, x, jax.random.key(7)
+    return x, ws, jax.random.key(7)
 
 
 QUICK = Ilp(effort=200, seconds=5.0)
@@ -581,49 +565,6 @@ def test_these_plans_recompute_what_their_names_promise(variant: str) -> None:
 MULTI_STAGE = ("sublinear-recursive", "ilp-0.65")
 
 
-def _vmap(f: Callable[..., Any]) -> Callable[..., Any]:
-    def run(ws: jax.Array, x: jax.Array, key: jax.Array) -> Any:
-        return jax.vmap(jax.grad(f, (0, 1)), (None, 0, 0))(
-            ws, jnp.stack([x, 2 * x]), jax.random.split(key, 2)
-        )
-
-    return run
-
-
-def _grad_of_vmap(f: Callable[..., Any]) -> Callable[..., Any]:
-    def total(ws: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
-        keys = jax.random.split(key, 2)
-        return jax.vmap(f, (None, 0, 0))(ws, jnp.stack([x, 2 * x]), keys).sum()
-
-    return jax.grad(total, (0, 1))
-
-
-def _in_scan(f: Callable[..., Any]) -> Callable[..., Any]:
-    def total(ws: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
-        def body(c: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            loss = f(ws, c, k)
-            return c * 0.5 + loss, loss
-
-        c, losses = jax.lax.scan(body, x, jax.random.split(key, 3))
-        return c.sum() + losses.sum()
-
-    return jax.grad(total, (0, 1))
-
-
-def _second_order(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda ws, x, key: jax.grad(lambda w: jnp.sum(jax.grad(f, (0, 1))(w, x, key)[0] ** 2))(
-        ws
-    )
-
-
-TRANSFORMS = {
-    "vmap of grad": _vmap,
-    "grad of vmap": _grad_of_vmap,
-    "inside scan": _in_scan,
-    "grad of grad": _second_order,
-}
-
-
 def _transforms() -> Iterator[Any]:
     for variant in MULTI_STAGE:
         for name in TRANSFORMS:
@@ -639,10 +580,10 @@ def test_schedules_of_many_stages_under_transforms(variant: str, transform: str)
 
 
 def test_forward_mode_is_refused_with_advice() -> None:
-    ws, x, key = arrays()
+    x, ws, key = arrays()
     function = remat.checkpoint(network, remat_policy=Sublinear("recursive", 1))
     with pytest.raises(remat.DifferentiationError, match="lowering='policy'"):
-        jax.jvp(lambda w: function(w, x, key), (ws,), (ws,))
+        jax.jvp(lambda w: function(x, w, key), (ws,), (ws,))
 
 
 def test_dropout_masks_made_three_times_are_the_same_masks() -> None:
@@ -665,11 +606,6 @@ def test_dropout_masks_made_three_times_are_the_same_masks() -> None:
 
 
 def test_sharded_over_two_devices_in_a_process_of_their_own() -> None:
-    import os
-    import subprocess
-    import sys
-    from pathlib import Path
-
     program = """
 import jax, jax.numpy as jnp, numpy as np, remat
 from remat.policies import Ilp, Sublinear
@@ -696,18 +632,7 @@ for policy, budget in ((Sublinear("recursive", 1), None), (Ilp(effort=200), 0.7)
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 print("agree")
 """
-    root = Path(__file__).parent.parent
-    env = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(root),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "agree" in done.stdout
+    assert "agree" in run_on_devices(program, 2)
 
 
 # --- plans -----------------------------------------------------------------------------------------

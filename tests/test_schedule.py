@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from itertools import pairwise
 
 import pytest
@@ -13,30 +12,16 @@ from random_graphs import GraphBuilder, chain, graphs, laws
 import remat
 from models.mlp import boundary_names, residual_mlp
 from remat.graph import Graph
-from remat.plan import Plan, Schedule, Step
+from remat.plan import Plan, Step
 from remat.policies import Names
 from remat.policies.base import required_saves
 from remat.schedule import build_schedule, no_remat_saved, stage_points
 from remat.simulate import simulate
+from tests.programs import described, needed_for
 
 
 def least(graph: Graph) -> frozenset[int]:
     return required_saves(graph, frozenset())
-
-
-def described(schedule: Schedule) -> list[str]:
-    return [s.action if s.target < 0 else f"{s.action} {s.target}" for s in schedule.steps]
-
-
-def needed_for(graph: Graph, values: Collection[int]) -> set[int]:
-    """All operators on which the values depend."""
-    todo, found = list(values), set()
-    while todo:
-        producer = graph.values[todo.pop()].producer
-        if producer is not None and producer not in found:
-            found.add(producer)
-            todo += graph.ops[producer].inputs
-    return found
 
 
 # --- exact -----------------------------------------------------------------------------------------

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +25,7 @@ from remat.policies._segments import (
     sqrt_segments,
 )
 from remat.policies.problem import Problem, peak_of_order, replay
+from tests.programs import public_graph
 
 
 def unit_chain(n: int) -> Problem:
@@ -369,27 +367,6 @@ def test_problems_without_one_of_the_passes_run_in_order(count: int, turn: int) 
 def test_errors_say_what_was_expected(call, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         call(unit_chain(4))
-
-
-def public_graph(name: str) -> Problem:
-    """A public benchmark graph from the folder that REMAT_GRAPHS names."""
-    folder = os.environ.get("REMAT_GRAPHS")
-    path = Path(folder or ".") / f"{name}.json"
-    if not folder or not path.exists():
-        pytest.skip("REMAT_GRAPHS names no folder with the public graphs")
-    data = json.loads(path.read_text())
-    nodes = sorted(data["nodes"], key=lambda node: node["id"])
-    inputs: list[list[int]] = [[] for _ in nodes]
-    for edge in data.get("links", data.get("edges")):
-        inputs[edge["target"]].append(edge["source"])
-    turn = next(node["id"] for node in nodes if node["backward"])
-    return Problem.of(
-        [node["cost_cpu"] for node in nodes],
-        [node["cost_ram"] for node in nodes],
-        [sorted(reads) for reads in inputs],
-        repeatable=[not node["backward"] for node in nodes],
-        turn=turn,
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.programs import run_on_devices
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -48,15 +45,4 @@ print("sharded gradients agree")
 
 
 def test_gradients_and_shardings_on_four_devices() -> None:
-    root = Path(__file__).parent.parent
-    env = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(root),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "sharded gradients agree" in done.stdout
+    assert "sharded gradients agree" in run_on_devices(PROGRAM, 4)

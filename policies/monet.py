@@ -1,0 +1,178 @@
+"""`Monet`: the schedule and the implementations of operators, chosen together.
+
+Shah et al., "Memory optimization for deep networks" (MONeT, ICLR 2021): checkpointing and the choice of each
+operator's backward implementation as one integer program. Here an implementation is a rewrite of the joint graph
+(`remat.rewrite`): a max-pool's gradient by argmax codes or from its operand, a relu's mask from its operand, its
+result or as bits.
+
+How it plans:
+
+1. Every kind of rewrite, all of them and none, each with and without the registered operators' implementations
+   (`remat.operators`), are planned by the starts of `ilp` within the budget.
+2. Where the graph is small enough (`exact_limit` buffers) the paper's integer program (`_monet_model`: equations 1
+   to 16, in-place choices included) chooses among all combinations; its status and gap are in the plan's notes.
+3. The cheapest choice is planned as `ilp` plans: search, and the integer program over its schedule alone.
+
+So a plan is never dearer than the starts of `ilp` without rewrites, and an integer program that runs out of time
+costs nothing but that time.
+
+Guarantee: as `ilp` for the implementations chosen; the certificate is theirs. Without a budget it takes the choice
+whose program is the fastest with nothing repeated.
+
+Complexity: as `ilp`, once per kind of rewrite; the integer program is exponential and stops after `seconds`.
+
+Departures: XLA chooses the algorithms of convolutions itself and the joint graph has the gradients of weights and
+of inputs as separate operators already, so that kind of the paper's implementations is not a choice here. A forward
+operator has one implementation for all its runs. Bodies of loops are rewritten at every exact site.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+from remat.errors import BudgetError, PolicyError
+from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted
+from remat.memory import peak_bytes
+from remat.policies._implementations import merged_problem
+from remat.policies._monet_model import solve_monet
+from remat.policies.base import (
+    Decision,
+    check_implementations,
+)
+from remat.policies.condense import condense
+from remat.policies.ilp import Ilp
+
+__all__ = ["Monet"]
+
+# Where a graph's `__dict__` holds what is to be said of its choice, as `condense` does with its results.
+_FOUND = "_monet"
+
+
+@dataclass(frozen=True)
+class Monet:
+    """Plans schedule and implementations together; see the module docstring.
+
+    Attributes:
+        implementations: which rewrites to choose from: `exact` for those whose gradients are bit-equal, `none`,
+            `all`, or names of rules or kinds (`output`, `intermediate`); see `remat.rules`.
+        exact_limit: buffers up to which the joint integer program runs; 0 for never.
+        seconds: limit on its time, and on that of `ilp`'s.
+        effort, tolerance: of `ilp`'s search.
+        device: whose roofline prices the nodes.
+    """
+
+    implementations: Implementations = "exact"
+    exact_limit: int = 100
+    seconds: float = 20.0
+    effort: int = 4000
+    tolerance: float = 0.002
+    device: str = "h200"
+    name: ClassVar[str] = "monet"
+
+    def __post_init__(self) -> None:
+        check_implementations("Monet", self.implementations)
+        if self.exact_limit < 0:
+            raise PolicyError(
+                f"Monet(exact_limit={self.exact_limit!r}): expected a number of buffers, 0 for never"
+            )
+        _ = self._ilp  # checks the rest
+
+    @cached_property
+    def _ilp(self) -> Ilp:
+        return Ilp(
+            seconds=self.seconds,
+            effort=self.effort,
+            tolerance=self.tolerance,
+            device=self.device,
+            implementations="none",
+        )
+
+    def sites_for(self, menu: Alternatives, budget: int | float | None) -> frozenset[str]:
+        """Returns the sites whose rewrites give the cheapest plan within the budget."""
+        if self.implementations == "none":
+            return frozenset()
+        plain = menu.graph(())
+        operators = frozenset(site.name for site in menu.operators(self.implementations))
+        sites = self._sites(menu)
+        if plain.multiplicity > 1:
+            inside = self._sites(menu.with_operators(operators))
+            return operators | {site.name for site in inside}
+        if not sites and not operators:
+            return frozenset()
+        if isinstance(budget, float):
+            budget = int(budget * peak_bytes(plain))
+        candidates = dict.fromkeys(_candidates(sites))
+        if operators:
+            inside = self._sites(menu.with_operators(operators))
+            candidates |= dict.fromkeys(operators | chosen for chosen in _candidates(inside))
+        note = None
+        if sites and budget is not None and self._is_small(plain):
+            chosen, note = self._joint(menu, sites, budget)
+            candidates |= dict.fromkeys(chosen)
+        best = min(candidates, key=lambda chosen: self._price(menu.graph(chosen), budget))
+        if note is not None:
+            vars(menu.graph(best))[_FOUND] = note
+        return best
+
+    def _sites(self, menu: Alternatives) -> list[Site]:
+        return [site for site in menu.sites if is_wanted(site, self.implementations)]
+
+    def _is_small(self, graph: Graph) -> bool:
+        return len(condense(graph, device=self.device).problem) <= self.exact_limit
+
+    def _joint(
+        self, menu: Alternatives, sites: Sequence[Site], budget: int
+    ) -> tuple[list[frozenset[str]], str]:
+        """What the joint program chooses, if anything, and what to say of it."""
+        merged = merged_problem(menu, sites, device=self.device)
+        if merged is None:
+            return [], "no joint program: the rewrites order the graph in ways that contradict"
+        solved = solve_monet(merged.problem, budget, seconds=self.seconds, in_place=True)
+        gap = f", gap {100 * solved.gap:.2g}%" if solved.selection is not None else ""
+        note = (
+            f"joint program over implementations at {budget:,} bytes: {solved.status}{gap} after "
+            f"{solved.solve_seconds:.1f} s"
+        )
+        return [] if solved.selection is None else [merged.sites(solved.selection)], note
+
+    def _price(self, graph: Graph, budget: int | None) -> tuple[bool, float, int]:
+        """Whether nothing fits; the cost, or the smallest peak; and how much is rewritten."""
+        if budget is None:
+            cost = condense(graph, device=self.device).problem.total_cost
+            return (False, cost, len(graph.sites))
+        quick = replace(self._ilp, method="starts")
+        try:
+            decision = quick.decide_within(graph, budget)
+        except BudgetError as error:
+            smallest = error.smallest_peak_bytes
+            return (True, math.inf if smallest is None else smallest, len(graph.sites))
+        assert decision.certificate is not None
+        return (False, float(decision.certificate.value), len(graph.sites))
+
+    def decide(self, graph: Graph) -> Decision:
+        """Returns the plan without a budget: that of `ilp`."""
+        return self._ilp.decide(graph)
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns the cheapest decision found whose buffers peak at no more than `budget_bytes`.
+
+        Raises:
+            BudgetError: none was found.
+        """
+        decision = self._ilp.decide_within(graph, budget_bytes)
+        note: str | None = vars(graph).get(_FOUND)
+        return decision if note is None else replace(decision, notes=(*decision.notes, note))
+
+
+def _candidates(sites: Sequence[Site]) -> Iterator[frozenset[str]]:
+    """No rewrite, all of them, those of every kind and of every rule."""
+    yield frozenset()
+    yield frozenset(site.name for site in sites)
+    for kind in dict.fromkeys(site.kind for site in sites):
+        yield frozenset(site.name for site in sites if site.kind == kind)
+    for rule in dict.fromkeys(site.rule for site in sites):
+        yield frozenset(site.name for site in sites if site.rule == rule)

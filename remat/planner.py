@@ -1,0 +1,113 @@
+"""Who answers, while a function is traced, how it and the bodies of its loops are planned. Plain data, no jax."""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+from remat.graph import Alternatives, Graph
+from remat.plan import LoopPlan, Plan
+
+__all__ = ["NO_CHUNKS", "Planner", "SteadyPlanner", "is_rest", "rest_of", "whole_of"]
+
+NO_CHUNKS = 1
+"""Answer of `Planner.chunk_trips` for a loop that stays as it is."""
+
+_REST = "_rest"
+
+
+def rest_of(path: str) -> str:
+    """Returns the path of the iterations of a loop that do not fill a chunk (`scan0` -> `scan0_rest`)."""
+    return path + _REST
+
+
+def is_rest(path: str) -> bool:
+    """Whether a path is one of `rest_of`."""
+    return path.endswith(_REST)
+
+
+def whole_of(path: str) -> str:
+    """Returns the path of the loop that a rest belongs to; inverse of `rest_of`."""
+    return path.removesuffix(_REST)
+
+
+class Planner(Protocol):
+    """Makes the plan of one room: a function, or the body of a loop in it.
+
+    A loop of `n` iterations may be cut into chunks of `k`: a loop over `n // k` chunks, whose body is a loop of `k`
+    iterations, then a loop over the `n % k` that are left. The planner of the loop is then that of a chunk, its
+    `child("scan0")` that of the loop in a chunk, and `child(rest_of(path))` of the room plans the rest.
+    """
+
+    def begin(self) -> Planner:
+        """Returns the planner of one function and its loops; it may remember what it has seen."""
+        ...
+
+    def again(self, plan: Plan) -> bool:
+        """Whether to trace and plan once more, having seen a plan with its loops."""
+        ...
+
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns the sites at which the room's joint program is rewritten before it is planned, by name."""
+        ...
+
+    def plan(self, graph: Graph, *, barriers: bool) -> Plan:
+        """Plans a joint graph."""
+        ...
+
+    def finish(self, plan: Plan) -> Plan:
+        """Returns the finished plan, its loops included; raises if it is not acceptable."""
+        ...
+
+    def child(self, path: str) -> Planner:
+        """Returns the planner of the loop body called `path` (`scan0`)."""
+        ...
+
+    def chunk_trips(self, length: int) -> int:
+        """Returns the iterations of a chunk of this planner's loop, which has `length`; 1 for no chunks.
+
+        Asked before the body is planned, of loops that may be cut into chunks.
+        """
+        ...
+
+    def confirm(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
+        """Raises if the plans that the loops ended up with are not those that were meant.
+
+        jax traces a loop's body several times until it knows which carried values are differentiated, and
+        every time the body is planned; only the last plan counts.
+
+        Args:
+            plan: of the room, as `plan` returned it.
+            loops: plans of its loops.
+        """
+        ...
+
+
+class SteadyPlanner:
+    """What most planners answer: one look is enough, loops stay whole, whatever comes out is right."""
+
+    def begin(self) -> Self:
+        """Returns itself: nothing is remembered."""
+        return self
+
+    def again(self, plan: Plan) -> bool:
+        """One plan is enough."""
+        del plan
+        return False
+
+    def sites(self, menu: Alternatives) -> frozenset[str]:
+        """The program stays as it is."""
+        del menu
+        return frozenset()
+
+    def finish(self, plan: Plan) -> Plan:
+        """Returns the plan as it is."""
+        return plan
+
+    def chunk_trips(self, length: int) -> int:
+        """Loops stay whole."""
+        del length
+        return NO_CHUNKS
+
+    def confirm(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
+        """Whatever the loops were planned to is right."""
+        del plan, loops

@@ -1,0 +1,255 @@
+"""Rewrites of the joint program: the same gradients bit for bit, from exactly as many bytes as promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.plan import stored_bytes
+from remat.policies import Gist, MinCut, Monet
+from remat.policies._implementations import required_sites
+from remat.program import evaluate
+from remat.rewrite import Menu
+from remat.rules import RULES
+from remat.trace import Joint, trace_joint, trace_primal
+
+ROWS, WIDTH = 64, 128
+ELEMENTS = ROWS * WIDTH
+KEY = jax.random.key(5)
+
+
+def _x(shape: tuple[int, ...] = (ROWS, WIDTH), seed: int = 1, dtype: Any = jnp.float32) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def _joint(fun: Callable[..., Any], *args: Any) -> Joint:
+    primal, _ = trace_primal(lambda *a: ([fun(*a)], None), args)
+    flags = [bool(jnp.issubdtype(jax.typeof(a).dtype, jnp.inexact)) for a in args]
+    return trace_joint(primal, args, flags)
+
+
+def _rewritten(fun: Callable[..., Any], *args: Any) -> tuple[Joint, Joint, Menu]:
+    """Checks that both programs compute the same, and returns them."""
+    joint = _joint(fun, *args)
+    menu = Menu(joint, RULES)
+    changed = menu.joint({site.name for site in menu.sites})
+    changed.graph.check()
+    result = jax.eval_shape(fun, *args)
+    cotangent = _x(result.shape, 7, result.dtype)
+    plain, ours = (
+        jax.jit(lambda *inputs, p=j.program: evaluate(p, inputs))(*args, cotangent)
+        for j in (joint, changed)
+    )
+    for a, b in zip(plain, ours, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return joint, changed, menu
+
+
+def _kept(joint: Joint) -> int:
+    graph = joint.graph
+    saved = MinCut().decide(graph).saved - graph.alive_anyway
+    return sum(stored_bytes(graph.values[v]) for v in saved)
+
+
+def _dropout(x: Any, rate: float = 0.1) -> Any:
+    keep = jax.random.bernoulli(KEY, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0)
+
+
+def _flax_dropout(x: Any) -> Any:
+    return nn.Dropout(0.1, deterministic=False).apply({}, x, rngs={"dropout": KEY})
+
+
+def _pool(x: Any, window: int = 2, stride: int = 2, padding: Any = "VALID") -> Any:
+    return nn.max_pool(x, (window, window), (stride, stride), padding=padding)
+
+
+# What an elementwise operator keeps, in bits per element, where nothing else needs its operand or its result.
+ALONE = {
+    "relu": (jax.nn.relu, 1),
+    "dropout": (_dropout, 1),
+    "flax dropout": (_flax_dropout, 1),
+    "relu, dropout": (lambda x: _dropout(jax.nn.relu(x)), 1),
+    "leaky_relu": (jax.nn.leaky_relu, 1),
+    "clamp": (jax.nn.relu6, 1),
+    "lax.clamp": (lambda x: jax.lax.clamp(-1.0, x, 1.0), 1),
+    "where": (lambda x: jnp.where(x > 0.5, x, 0.0), 1),
+    "abs": (jnp.abs, 1),
+    "bernoulli mask": (lambda x: x * jax.random.bernoulli(KEY, 0.9, x.shape), 1),
+    "maximum": (lambda x: jnp.maximum(x, 0), 2),  # a tie has its own gradient: three cases
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_operator_alone_keeps_at_most_its_bits(name: str) -> None:
+    operator, bits = ALONE[name]
+    # The gradient flows through x alone: nothing but the operator needs anything of the forward pass. `tile`
+    # makes the operand something that is not an argument.
+    _, changed, _ = _rewritten(lambda x: operator(jnp.tile(x, (1, 2))), _x((ROWS, WIDTH // 2)))
+    operand = stored_bytes(changed.graph.values[changed.graph.inputs[0]])
+    assert _kept(changed) <= bits * ELEMENTS // 8 < operand
+
+
+# Before a matmul, which needs the result in any case.
+BEFORE_MATMUL = {
+    "relu": jax.nn.relu,
+    "where": lambda x: jnp.where(x > 0, x, 0),
+    "relu, dropout": lambda x: _dropout(jax.nn.relu(x)),
+    "relu, flax dropout": lambda x: _flax_dropout(jax.nn.relu(x)),
+    "dropout, relu": lambda x: jax.nn.relu(_dropout(x)),
+    "relu, dropout twice": lambda x: _dropout(_dropout(jax.nn.relu(x))),
+    "dropout, relu, dropout, relu": lambda x: jax.nn.relu(_dropout(jax.nn.relu(_dropout(x)))),
+    "squared mask": lambda x: jnp.where(x > 0, jax.nn.relu(x), 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", BEFORE_MATMUL)
+def test_before_a_matmul_the_mask_is_read_off_the_result(name: str, dtype: Any) -> None:
+    operator = BEFORE_MATMUL[name]
+    w = _x((WIDTH, WIDTH), 2, dtype)
+    joint, changed, menu = _rewritten(lambda x, w: operator(x @ w) @ w, _x(dtype=dtype), w)
+    activation = ELEMENTS * jnp.dtype(dtype).itemsize
+    assert _kept(changed) == activation  # not a byte beyond what the matmul needs
+    assert _kept(joint) > activation
+    assert {site.rule for site in menu.sites} <= {"joint_mask", "mask_from_output"}
+
+
+@pytest.mark.parametrize("name", ["relu", "pool"])
+def test_nan_and_infinities_and_signed_zeros_stay(name: str) -> None:
+    x = jnp.asarray(
+        np.resize(
+            [np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40, -1e-40, 2.0, -2.0, 5.0], (4, 8, 8, 1)
+        ),
+        jnp.float32,
+    )
+    if name == "relu":
+        _rewritten(lambda x, w: jax.nn.relu(x).reshape(4, 64) @ w, x, _x((64, 3), 2))
+    else:
+        # A window with a NaN lets the cotangent of a masked relu through (remat.rules); the pool alone is exact.
+        _rewritten(lambda x: _pool(x), x)
+        _rewritten(lambda x: _pool(jax.nn.relu(x)), jnp.nan_to_num(x, nan=1.0))
+
+
+def _conv(x: Any, k: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_pool_keeps_two_bits_per_window(dtype: Any) -> None:
+    x, k = _x((2, 16, 16, 4), 3, dtype), _x((3, 3, 4, 4), 4, dtype)
+    windows = 2 * 8 * 8 * 4
+    joint, changed, menu = _rewritten(lambda x, k: _conv(_pool(jax.nn.relu(_conv(x, k))), k), x, k)
+    pooled = windows * jnp.dtype(dtype).itemsize
+    assert _kept(changed) == pooled + 2 * windows // 8
+    assert _kept(joint) >= 4 * pooled
+    assert [site.rule for site in menu.sites] == ["relu_through_pool", "pool_codes"]
+
+
+def test_an_overlapping_pool_keeps_four_bits_per_window() -> None:
+    x, k = _x((2, 16, 16, 4), 3), _x((3, 3, 4, 4), 4)
+    windows = 2 * 8 * 8 * 4
+    _, changed, _ = _rewritten(
+        lambda x, k: _conv(_pool(jax.nn.relu(_conv(x, k)), 3, 2, "SAME"), k), x, k
+    )
+    assert _kept(changed) == windows * 4 + 4 * windows // 8
+
+
+def test_values_keep_their_scope_and_line() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        with jax.named_scope("layer"):
+            return jax.nn.relu(x @ w) @ w
+
+    _, changed, _ = _rewritten(fun, _x(), _x((WIDTH, WIDTH), 2))
+    (mask,) = (op for op in changed.graph.ops if op.name == "gt")
+    assert "layer" in mask.scope and __file__ in mask.source
+
+
+def test_what_may_underflow_is_left_alone() -> None:
+    # x * 0.5 > 0 is not x > 0: the smallest number halves to zero.
+    _, _, menu = _rewritten(
+        lambda x, w: (jax.nn.relu(x @ w) * 0.5) @ w, _x(), _x((WIDTH, WIDTH), 2)
+    )
+    assert menu.sites == ()
+
+
+def test_sites_have_the_same_names_whatever_else_is_chosen() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        x = _dropout(jax.nn.relu(x @ w)) @ w
+        return _dropout(jax.nn.relu(x)) @ w
+
+    joint = _joint(fun, _x(), _x((WIDTH, WIDTH), 2))
+    menu = Menu(joint, RULES)
+    names = [site.name for site in menu.sites]
+    assert len(names) == 4
+    for name in names:
+        alone = required_sites(name)
+        assert alone <= set(names)
+        assert set(menu.graph(alone).sites) == alone
+        again = Menu(joint, RULES).graph(alone)
+        assert again.fingerprint() == menu.graph(alone).fingerprint()
+    assert menu.graph(()) is joint.graph
+
+
+@pytest.mark.parametrize("policy", ["min_cut", "ilp", "gist", "monet", "auto"])
+def test_gradients_are_bit_equal_through_the_api(policy: str) -> None:
+    def loss(k: Any, x: Any) -> Any:
+        for _ in range(2):
+            x = _pool(jax.nn.relu(_conv(jax.nn.relu(_conv(x, k)), k)))
+        return jnp.sum(_flax_dropout(jax.nn.relu(x.reshape(2, -1))) ** 2)
+
+    x, k = _x((2, 16, 16, 4), 3), _x((3, 3, 4, 4), 4)
+    plan = remat.plan(loss, k, x, remat_policy=policy)
+    assert plan.graph.sites
+    assert (
+        plan.baseline_saved_bytes
+        == remat.plan(loss, k, x, remat_policy="full").baseline_saved_bytes
+    )
+    ours = jax.jit(jax.grad(remat.checkpoint(loss, remat_policy=policy)))(k, x)
+    assert np.array_equal(ours, jax.jit(jax.grad(loss))(k, x))
+    # A saved plan is applied with the same rewrites.
+    saved = remat.Plan.from_json(plan.to_json())
+    assert saved == plan
+    assert np.array_equal(jax.jit(jax.grad(remat.checkpoint(loss, remat_policy=saved)))(k, x), ours)
+
+
+def test_loop_bodies_are_rewritten() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        step = lambda x, _: (_dropout(jax.nn.relu(x @ w)) @ w, None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, x, None, length=4)[0] ** 2)
+
+    w, x = 0.1 * _x((WIDTH, WIDTH), 2), _x()
+    plan = remat.plan(loss, w, x, remat_policy="min_cut")
+    (loop,) = plan.loops
+    assert len(loop.plan.graph.sites) == 2
+    ours = jax.jit(jax.grad(remat.checkpoint(loss)))(w, x)
+    plain = MinCut(implementations="none")
+    assert np.array_equal(ours, jax.jit(jax.grad(remat.checkpoint(loss, remat_policy=plain)))(w, x))
+    np.testing.assert_allclose(ours, jax.jit(jax.grad(loss))(w, x), rtol=1e-5, atol=1e-3)
+
+
+def test_policies_say_which_rewrites_they_want() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(_dropout(jax.nn.relu(x @ w)) @ w)
+
+    w, x = _x((WIDTH, WIDTH), 2), _x()
+
+    def sites(policy: Any) -> tuple[str, ...]:
+        return remat.plan(loss, w, x, remat_policy=policy).graph.sites
+
+    assert len(sites(MinCut())) == 2
+    assert sites(MinCut(implementations="none")) == sites(MinCut.paper()) == ()
+    assert len(sites(MinCut(implementations=("joint_mask",)))) == 1
+    assert len(sites(Gist(implementations=("intermediate",)))) == 1
+    assert sites(remat.policies.Checkmate()) == sites("full") == ()
+    for policy in (MinCut, Gist, Monet, remat.policies.Ilp):
+        with pytest.raises(remat.PolicyError, match="implementations"):
+            policy(implementations="some")  # pyright: ignore[reportArgumentType]
