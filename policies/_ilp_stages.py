@@ -130,7 +130,7 @@ def plan_stages(problem: Problem, budget_bytes: int, slack_bytes: int | None = N
 
 
 def relax_stages(
-    problem: Problem, stages: Sequence[Stage], checked: Collection[int], exact: Collection[int]
+    stages: Sequence[Stage], checked: Collection[int], exact: Collection[int]
 ) -> list[Stage]:
     """Merges the stages of `plan_stages` for a relaxation that imposes the budget at few positions.
 

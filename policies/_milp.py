@@ -308,7 +308,7 @@ class _Search:
         rounds = 0
         while not self.done and whole > _WHOLE_BELOW:
             rounds += 1
-            stages = relax_stages(self.problem, base, checked, exact)
+            stages = relax_stages(base, checked, exact)
             size = sum(len(stage.kept) + len(stage.repeats) for stage in stages)
             if 2 * size > whole:
                 break
@@ -343,7 +343,7 @@ class _Search:
             if limit < self.problem.floor_bytes or self.done:
                 return
             base = plan_stages(self.problem, limit)
-            stages = relax_stages(self.problem, base, checked, exact)
+            stages = relax_stages(base, checked, exact)
             model = build_staged(self.problem, limit, stages=stages)
             outcome = self._solve(model, self.left * _TIGHTER_SHARE, gap=max(self.gap, 0.02))
             self.interrupted |= outcome.interrupted
@@ -561,7 +561,7 @@ class _PeakSearch:
             budget = int(self.upper)
             base = plan_stages(self.problem, budget, self.lower)
             whole = sum(len(stage.kept) + len(stage.repeats) for stage in base)
-            stages = relax_stages(self.problem, base, checked, exact) if relaxed else base
+            stages = relax_stages(base, checked, exact) if relaxed else base
             size = sum(len(stage.kept) + len(stage.repeats) for stage in stages)
             if relaxed and (2 * size > whole or whole <= _WHOLE_BELOW):
                 relaxed = False

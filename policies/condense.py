@@ -301,7 +301,10 @@ class _Nodes:
         if not op.fusible or op.kind == "REDUCTION" or (node < turn) != (reader < turn):
             return False
         size = self.sizes[node]
-        same = 0 < size == self.sizes[reader] and self.repeatable[node] == self.repeatable[reader]
+        # A gradient takes nothing of its own; what is only turned or cast into one is written in its place.
+        given = [graph.values[v] for v in op.outputs if v in graph.gradients]
+        written = sum(v.nbytes for v in given) if given and reader >= turn else self.sizes[reader]
+        same = 0 < size == written and self.repeatable[node] == self.repeatable[reader]
         made = [v for v in graph.ops[self.roots[node]].outputs if v in self.buffers]
         if (
             not same

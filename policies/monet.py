@@ -38,7 +38,7 @@ from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted
 from remat.memory import peak_bytes
 from remat.policies._implementations import merged_problem
-from remat.policies._monet_model import solve_monet
+from remat.policies._monet_solve import solve_monet
 from remat.policies.base import (
     Decision,
     check_implementations,

@@ -2,7 +2,8 @@
 
 A policy that can plan within a budget has a method `decide_within`; any other is planned as it is and
 checked. What a policy believes of memory is a model on buffers; what a plan promises is the prediction for its
-finished schedule. `plan_within` closes that gap: it asks for less until the prediction fits.
+finished schedule. `plan_within` closes that gap: it asks for less until the prediction fits. The policy's time
+limit holds for all its requests together (`remat.time_limit`).
 
 A loop's body keeps its values once per iteration, so a session plans a function with loops several times, with
 other ways to run the loops (`remat.loops`) and another budget for what is outside, and takes the cheapest that
@@ -41,6 +42,7 @@ from remat.policies.base import (
     largest_named,
 )
 from remat.schedule import no_remat_saved
+from remat.time_limit import TimeLimit
 
 __all__ = ["BudgetSession", "Limit", "held", "limit_bytes", "plan_within", "too_small"]
 
@@ -62,7 +64,14 @@ def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
     return int(limit * baseline_peak_bytes) if isinstance(limit, float) else limit
 
 
-def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bool = True) -> Plan:
+def plan_within(
+    graph: Graph,
+    policy: Policy,
+    budget_bytes: int,
+    *,
+    barriers: bool = True,
+    limit: TimeLimit[BudgetPolicy] | None = None,
+) -> Plan:
     """Plans a graph so that its predicted peak is at most `budget_bytes`.
 
     Args:
@@ -70,6 +79,7 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
         policy: any policy; one without `decide_within` is planned as it is.
         budget_bytes: bound on `Plan.peak_bytes`.
         barriers: as in `remat.planning.make_plan`.
+        limit: of the policy's time, where this is part of a larger planning; its own by default.
 
     Raises:
         BudgetError: no plan that fits was found; the message has the smallest peak found.
@@ -78,7 +88,7 @@ def plan_within(graph: Graph, policy: Policy, budget_bytes: int, *, barriers: bo
         plan = make_plan(graph, policy, barriers=barriers)
         return held(plan, budget_bytes)
     start = time.perf_counter()
-    offered = _Offers(graph, policy, budget_bytes, barriers)
+    offered = _Offers(graph, limit or TimeLimit(policy), budget_bytes, barriers)
     offered.run(int((1 - _MARGIN) * budget_bytes))
     if offered.best is None:  # nothing leaves the margin
         offered.run(budget_bytes)
@@ -118,10 +128,10 @@ class _Offers:
     """
 
     def __init__(
-        self, graph: Graph, policy: BudgetPolicy, budget_bytes: int, barriers: bool
+        self, graph: Graph, limit: TimeLimit[BudgetPolicy], budget_bytes: int, barriers: bool
     ) -> None:
         self.graph = graph
-        self.policy = policy
+        self.limit = limit
         self.budget_bytes = budget_bytes
         self.barriers = barriers
         self.best: Plan | None = None
@@ -153,13 +163,16 @@ class _Offers:
                 return
 
     def _ask(self, target: int, aim_bytes: int) -> Plan:
+        with self.limit.request() as limited:
+            decision = limited.decide_within(self.graph, target)
+        policy = self.limit.policy
         plan = plan_from_saved(
             self.graph,
-            self.policy.decide_within(self.graph, target),
-            policy_name=self.policy.name,
-            options=describe_options(self.policy),
+            decision,
+            policy_name=policy.name,
+            options=describe_options(policy),
             barriers=self.barriers,
-            device=getattr(self.policy, "device", "h200"),
+            device=getattr(policy, "device", "h200"),
         )
         if plan.peak_bytes <= aim_bytes:
             if self.best is None or _program_cost(plan) < _program_cost(self.best):
@@ -381,6 +394,7 @@ class BudgetSession(SteadyPlanner):
     def __init__(self, policy: BudgetPolicy, limit: Limit) -> None:
         self.policy = policy
         self.limit = limit
+        self.time = TimeLimit(policy)
         self.device = str(getattr(policy, "device", "h200"))
         self.bodies: dict[str, _Body] = {}
         self.least: Plan | None = None  # of the first round
@@ -400,19 +414,24 @@ class BudgetSession(SteadyPlanner):
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns what the policy wants outside of the loops."""
-        return choose_sites(self.policy, menu, self.limit)
+        with self.time.request() as limited:
+            return choose_sites(limited, menu, self.limit)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
         if not self.bodies:
             limit = limit_bytes(self.limit, peak_bytes(graph.plain or graph))
-            return plan_within(graph, self.policy, limit, barriers=barriers)
+            return plan_within(graph, self.policy, limit, barriers=barriers, limit=self.time)
         if self._setting.within is not None:
             key = (graph.fingerprint(), self._setting.within)
             try:
                 if key not in self._outside:
                     self._outside[key] = plan_within(
-                        graph, self.policy, self._setting.within, barriers=barriers
+                        graph,
+                        self.policy,
+                        self._setting.within,
+                        barriers=barriers,
+                        limit=self.time,
                     )
                 return replace(self._outside[key], graph=graph)
             except BudgetError:

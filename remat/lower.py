@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from remat import _compat, operators
+from remat import _compat, operator_substitution, operators
 from remat.encode import decode, encode
 from remat.errors import DifferentiationError
 from remat.forms import form_of
@@ -350,13 +350,13 @@ class _Traces:
 
     def sites(self, wanted: Implementations) -> tuple[Site, ...]:
         """As `remat.rewrite.Operators`."""
-        return operators.sites_in(self.room.primal, wanted)
+        return operator_substitution.sites_in(self.room.primal, wanted)
 
     def joint(self, names: frozenset[str]) -> Joint:
         """As `remat.rewrite.Operators`."""
         if names not in self._made:
             room, loops = self.room, _Loops(self.room, self.planner)
-            primal = operators.substituted(room.primal, names) if names else room.primal
+            primal = operator_substitution.substituted(room.primal, names) if names else room.primal
             joint = trace_joint(
                 primal,
                 self.inputs,

@@ -1345,7 +1345,7 @@ def _is_turned(program: _Program, node: _Node) -> bool:
 
 
 def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
-    """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits."""
+    """Indices of the temporaries that fit into results not written yet: largest first, into the smallest that fits."""
     least = max((found.nbytes for found in ranges), default=0) * _TINY
     starts: dict[int, list[int]] = {}
     for place in sorted(results, key=lambda r: r.start):
@@ -1354,13 +1354,18 @@ def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
     # Of every place the borders of what lies in it: from when to when, in turn.
     taken = {size: [[] for _ in starts[size]] for size in sizes}
     inside: set[int] = set()
-    for index in sorted(range(len(ranges)), key=lambda i: -ranges[i].nbytes):
+    for index in sorted(range(len(ranges)), key=lambda i: _by_size(ranges[i])):
         found = ranges[index]
         if found.nbytes < least:
             break
         if _place(found, starts, sizes, taken):
             inside.add(index)
     return inside
+
+
+def _by_size(found: _Range) -> tuple[int, int]:
+    """Large temporaries first, of equal ones the one that lives longest."""
+    return (-found.nbytes, found.start - found.end)
 
 
 def _place(

@@ -288,7 +288,8 @@ def _edited(
     avals = list(program.avals)
     constants = dict(program.constants)
     forward = joint.graph.forward_values
-    position = {v: i for i, e in enumerate(program.equations) for v in e.outputs}
+    place = {v: float(i) for i, e in enumerate(program.equations) for v in e.outputs}
+    known = dict(enumerate(forward))  # which values do not depend on a cotangent
     everywhere: dict[int, Atom] = {}
     backward: dict[int, Atom] = {}
     placed: list[tuple[float, int, Equation]] = [
@@ -298,9 +299,15 @@ def _edited(
     for number, edit in enumerate(edits, start=1):
         equations, outputs = _traced(edit, avals, constants)
         made.append(([v for equation in equations for v in equation.outputs], outputs))
-        late = max((position.get(a, -1) for a in edit.reads if isinstance(a, int)), default=-1)
-        at = late if edit.backward_only else max(late, position[edit.targets[0]])
-        placed += [(at + 0.5, number, equation) for equation in equations]
+        # Forward equations come right after what they read: then nothing large waits for them.
+        for equation in equations:
+            at = max((place.get(v, -1.0) for v in equation.reads), default=-1.0)
+            is_forward = all(known.get(v, True) for v in equation.reads)
+            if not (is_forward or edit.backward_only):
+                at = max(at, place[edit.targets[0]])
+            known.update((v, is_forward) for v in equation.outputs)
+            place.update((v, at) for v in equation.outputs)
+            placed.append((at + 0.5, number, equation))
         table = backward if edit.backward_only else everywhere
         table.update(zip(edit.targets, outputs, strict=True))
     new = {v for _, number, e in placed if number for v in e.outputs}

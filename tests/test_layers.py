@@ -21,12 +21,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedule", "simulate", "memory", "report", "kernels", "planner"),
     ("plan_file", "plan_diff"),
     ("policies",),
-    ("planning", "compiled"),
+    ("planning", "compiled", "time_limit"),
     ("budget", "loops"),
     ("trace", "compile"),
     ("rewrite",),
     ("rules",),
     ("operators",),
+    ("operator_matching", "operator_library"),
+    ("operator_substitution",),
     ("lower", "resolve"),
     ("segments", "override", "api"),
     ("linen", "nnx", "compare", "measure", "pareto", "fitting", "fit", "batch", "lossy"),
@@ -71,6 +73,7 @@ WITHOUT_JAX = (
     "schedule",
     "simulate",
     "target",
+    "time_limit",
     "trip_count",
 )
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib")

@@ -219,7 +219,7 @@ def test_relaxations_stay_below_the_optimum(data: st.DataObject) -> None:
     budget = data.draw(budgets(problem))
     nodes = st.sets(st.integers(0, len(problem) - 1))
     base = plan_stages(problem, budget)
-    stages = relax_stages(problem, base, data.draw(nodes), data.draw(nodes))
+    stages = relax_stages(base, data.draw(nodes), data.draw(nodes))
     model = build_staged(problem, budget, stages=stages)
     optimum = staged_extra(problem, budget)
     if model.impossible is not None:

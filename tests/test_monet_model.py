@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from test_choice import choice_problems
 from test_milp import small_problems, training
 
-import remat.policies._monet_model as monet_model
+from remat.policies import _monet_solve
 from remat.policies._checkmate_model import solve_checkmate
 from remat.policies._ilp_highs import run_mip
 from remat.policies._milp import smallest_budget, solve_restricted
-from remat.policies._monet_model import SolvedChoice, build_monet, solve_monet
+from remat.policies._monet_model import build_monet
+from remat.policies._monet_solve import SolvedChoice, solve_monet
 from remat.policies.choice import Choice, ChoiceProblem, replay_choices
 from remat.policies.problem import peak_of_order
 
@@ -124,8 +125,8 @@ def check(
 def size_limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small programs are solved whole; `refined` puts them through the relaxations too."""
     if request.param == "refined":
-        monkeypatch.setattr(monet_model, "_WHOLE_BELOW", 0)
-        monkeypatch.setattr(monet_model, "_MERGED", 1.0)
+        monkeypatch.setattr(_monet_solve, "_WHOLE_BELOW", 0)
+        monkeypatch.setattr(_monet_solve, "_MERGED", 1.0)
 
 
 # -- equal to brute force -----------------------------------------------------------------------

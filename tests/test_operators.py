@@ -14,14 +14,14 @@ from flax import linen as nn
 
 from remat import operators
 from remat.errors import ImplementationError
+from remat.operator_matching import find_sites
+from remat.operator_substitution import with_implementations
 from remat.operators import (
     Implementation,
     check_implementation,
-    find_sites,
     implementations,
     register_implementation,
     unregister_implementation,
-    with_implementations,
 )
 from remat.program import evaluate, program_of
 from remat.trace import trace_joint
