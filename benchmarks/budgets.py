@@ -20,13 +20,12 @@ import argparse
 import functools
 import hashlib
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -42,6 +41,7 @@ __all__ = [
     "Measured",
     "Results",
     "between",
+    "code_of",
     "gpt_scanned",
     "gpt_unrolled",
     "lstm_lm",
@@ -49,15 +49,44 @@ __all__ = [
     "measure_baseline",
     "measure_ours",
     "near_sqrt",
+    "read_rows",
     "resnet50",
     "run_model",
+    "settings_code",
     "violations",
+    "with_report",
 ]
 
 _ROOT = Path(__file__).resolve().parents[1]
 NONE = "none"
 FULL = "full per block"
 Kind = Literal["baseline", "between", "at a baseline"]
+M = TypeVar("M", bound="Measured")
+K = TypeVar("K", bound="Keyed")
+
+
+class Keyed(Protocol):
+    """A row of a results file: what it is called, and the hash of what it depends on."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """Says which row of the model it is."""
+        ...
+
+    @property
+    def code(self) -> str:
+        """Hash of what the row depends on."""
+        ...
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """None without a budget."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -173,8 +202,8 @@ def between(low_bytes: int, high_bytes: int, points: int) -> list[int]:
 def measure_baseline(model: str, row: Row, device: str) -> Measured:
     """Compiles the gradient of a baseline."""
     report = remat.compile_report(jax.grad(row.function), *row.args, device=device)
-    done = Measured(model, "baseline", row.label, _code(device, planned=False))
-    return _with_report(done, report)
+    done = Measured(model, "baseline", row.label, code_of(device, planned=False))
+    return with_report(done, report)
 
 
 def measure_ours(
@@ -189,14 +218,14 @@ def measure_ours(
         budget_bytes: the budget.
         device: whose roofline prices the plan, and which is compiled for.
     """
-    done = Measured(model, kind, label, _code(device, planned=True), budget_bytes)
+    done = Measured(model, kind, label, code_of(device, planned=True), budget_bytes)
     policy = remat.policies.Ilp(device=device)
     start = time.perf_counter()
     try:
         plan = remat.plan(plain.function, *plain.args, remat_policy=policy, budget=budget_bytes)
     except remat.BudgetError as error:
         seconds = time.perf_counter() - start
-        smallest = _smallest(str(error))
+        smallest = error.smallest_peak_bytes
         return replace(done, plan_seconds=seconds, error=str(error), smallest_bytes=smallest)
     seconds = time.perf_counter() - start
     wrapped = remat.checkpoint(plain.function, remat_policy=plan)
@@ -208,10 +237,11 @@ def measure_ours(
         gap=plan.gap,
         notes=plan.notes,
     )
-    return _with_report(done, report)
+    return with_report(done, report)
 
 
-def _with_report(row: Measured, report: CompileReport) -> Measured:
+def with_report(row: M, report: CompileReport) -> M:
+    """Returns a row with the numbers of its compiled program."""
     return replace(
         row,
         temp_bytes=report.temp_bytes,
@@ -224,13 +254,8 @@ def _with_report(row: Measured, report: CompileReport) -> Measured:
     )
 
 
-def _smallest(message: str) -> int | None:
-    found = re.search(r"Smallest peak found: ([\d,]+) bytes", message)
-    return int(found[1].replace(",", "")) if found else None
-
-
 @functools.cache
-def _code(device: str, *, planned: bool) -> str:
+def code_of(device: str, *, planned: bool) -> str:
     """Hash of what a row depends on: a baseline does not depend on the planner."""
     folders = ["models", "policies", "remat"] if planned else ["models"]
     paths = [p for folder in folders for p in (_ROOT / folder).glob("*.py")]
@@ -238,6 +263,20 @@ def _code(device: str, *, planned: bool) -> str:
     digest = hashlib.sha256(f"{jax.__version__} {remat.__version__} {device}".encode())
     for path in sorted({*paths, *compiler, Path(__file__)}):
         digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def settings_code(benchmark: str, device: str, *settings: object) -> str:
+    """Hash of what the planned rows of another benchmark depend on.
+
+    Args:
+        benchmark: its `__file__`.
+        device: as for `code_of`.
+        *settings: whatever else its rows depend on, with a `repr` that says all.
+    """
+    digest = hashlib.sha256(f"{code_of(device, planned=True)} {settings!r}".encode())
+    digest.update(Path(benchmark).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -278,22 +317,31 @@ def violations(rows: Sequence[Measured]) -> list[str]:
     return lines
 
 
-class Results:
+class Results(Generic[K]):
     """The rows of a run, written to a file after every one.
 
     Args:
         path: where to write; None for nowhere.
         earlier: rows of an earlier run, taken over where they are up to date.
-        device: that is compiled for.
+        device: whose rows these are.
+        kind: what the file says it is.
     """
 
-    def __init__(self, path: Path | None, earlier: Sequence[Measured], device: str) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        earlier: Sequence[K],
+        device: str,
+        *,
+        kind: str = "budgets, compiled, device absent",
+    ) -> None:
         self.path = path
         self.device = device
+        self.kind = kind
         self.earlier = list(earlier)
-        self.rows: list[Measured] = []
+        self.rows: list[K] = []
 
-    def row(self, wanted: Measured, make: Callable[[], Measured]) -> Measured:
+    def row(self, wanted: K, make: Callable[[], K]) -> K:
         """Returns the earlier row that agrees with `wanted` in its key and code, or makes it.
 
         The order of rows is that of the calls; earlier rows of other models stay in the file.
@@ -310,31 +358,38 @@ class Results:
         if self.path is None:
             return
         record = {
-            "kind": "budgets, compiled, device absent",
+            "kind": self.kind,
             "device": self.device,
             "jax": jax.__version__,
             "remat": remat.__version__,
             "date": time.strftime("%Y-%m-%d"),
-            "rows": [asdict(row) for row in (*self.rows, *self.earlier)],
+            "rows": [asdict(cast(Any, row)) for row in (*self.rows, *self.earlier)],
         }
         draft = self.path.with_suffix(".part")  # an interrupted write must not cost the file
         draft.write_text(json.dumps(record, indent=1) + "\n")
         draft.replace(self.path)
 
 
-def _key(row: Measured) -> tuple[str, str, int | None]:
+def _key(row: Keyed) -> tuple[str, str, int | None]:
     return (row.model, row.label, row.budget_bytes)
 
 
-def read_rows(path: Path) -> list[Measured]:
-    """Returns the rows of a results file; rows with other columns are left out."""
-    names = {f.name for f in fields(Measured)}
+def read_rows(path: Path | None, row: Callable[..., K] = Measured) -> list[K]:
+    """Returns the rows of a results file; rows with other columns are left out.
+
+    Args:
+        path: nothing is read if it is None or not there.
+        row: the rows' dataclass.
+    """
+    if path is None or not path.exists():
+        return []
+    names = {f.name for f in fields(cast(Any, row))}
     rows = json.loads(path.read_text())["rows"]
-    return [Measured(**{**r, "notes": tuple(r["notes"])}) for r in rows if set(r) == names]
+    return [row(**{**r, "notes": tuple(r["notes"])}) for r in rows if set(r) == names]
 
 
 def run_model(
-    model: str, rows: Sequence[Row], device: str, points: int, results: Results
+    model: str, rows: Sequence[Row], device: str, points: int, results: Results[Measured]
 ) -> list[Measured]:
     """Measures and prints all rows of a model; the first of `rows` is the model without remat."""
     print(
@@ -344,11 +399,11 @@ def run_model(
     plain = rows[0]
     done: list[Measured] = []
     for row in rows:
-        wanted = Measured(model, "baseline", row.label, _code(device, planned=False))
+        wanted = Measured(model, "baseline", row.label, code_of(device, planned=False))
         done.append(results.row(wanted, functools.partial(measure_baseline, model, row, device)))
         print(_line(done[-1]), flush=True)
     for kind, label, budget in _budgets(done, points):
-        wanted = Measured(model, kind, label, _code(device, planned=True), budget)
+        wanted = Measured(model, kind, label, code_of(device, planned=True), budget)
         make = functools.partial(measure_ours, model, plain, kind, label, budget, device)
         done.append(results.row(wanted, make))
         print(_line(done[-1]), flush=True)
@@ -397,9 +452,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.points < 0:
         parser.error(f"--points {options.points}: expected 0 or more")
     for planned in (False, True):
-        _code(options.device, planned=planned)  # now: sources may be edited while this runs
-    earlier = read_rows(options.resume) if options.resume and options.resume.exists() else []
-    results = Results(options.json or options.resume, earlier, options.device)
+        code_of(options.device, planned=planned)  # now: sources may be edited while this runs
+    results = Results(options.json or options.resume, read_rows(options.resume), options.device)
     missed = 0
     for name in options.models or MODELS:
         rows = run_model(name, MODELS[name](), options.device, options.points, results)

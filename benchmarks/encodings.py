@@ -21,20 +21,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 import remat
 from benchmarks import budgets
-from benchmarks.budgets import NONE, Kind, Measured, Results
+from benchmarks.budgets import NONE, Kind, Measured, Results, read_rows, settings_code, with_report
 from benchmarks.programs import Row
 from models import cases, gpt, nmt, resnet, unet, vgg
 from remat.policies import POLICIES
@@ -47,7 +45,6 @@ __all__ = [
     "Settings",
     "main",
     "measure",
-    "read_rows",
     "run_model",
     "violations",
 ]
@@ -130,7 +127,7 @@ class Settings:
     @property
     def code(self) -> str:
         """Hash of what a row depends on."""
-        return _code(self.device, self.seconds, self.small)
+        return settings_code(__file__, self.device, self.seconds, self.small)
 
     def policy(self, name: str) -> Any:
         """The policy of that name; `device` and `seconds` are set where it has such fields."""
@@ -179,7 +176,7 @@ def measure(wanted: Encoded, plain: Row, settings: Settings) -> Encoded:
             compiler_options=settings.compiler_options,
         )
     except remat.RematError as error:
-        smallest = budgets._smallest(str(error))
+        smallest = error.smallest_peak_bytes if isinstance(error, remat.BudgetError) else None
         seconds = done.plan_seconds or time.perf_counter() - start
         return replace(done, plan_seconds=seconds, error=str(error), smallest_bytes=smallest)
     done = replace(
@@ -190,7 +187,7 @@ def measure(wanted: Encoded, plain: Row, settings: Settings) -> Encoded:
         gap=plan.gap,
         notes=plan.notes,
     )
-    return cast(Encoded, budgets._with_report(done, report))
+    return with_report(done, report)
 
 
 def violations(rows: Sequence[Encoded]) -> list[str]:
@@ -200,7 +197,7 @@ def violations(rows: Sequence[Encoded]) -> list[str]:
     return [f"{row.model}, {row.label}: {row.error}" for row in failed] + lines
 
 
-def run_model(name: str, settings: Settings, results: Results) -> list[Encoded]:
+def run_model(name: str, settings: Settings, results: Results[Encoded]) -> list[Encoded]:
     """Measures and prints all rows of a model of `MODELS`; budgets come from the rows without one."""
     plain = Row(NONE, *MODELS[name][settings.small]())
     model = f"{name}, small" if settings.small else name
@@ -215,7 +212,7 @@ def run_model(name: str, settings: Settings, results: Results) -> list[Encoded]:
         print(f"  {label:26.26s}", end=" ", flush=True)  # says what is being made
         wanted = Encoded(model, kind, label, settings.code, budget, policy=policy)
         make = functools.partial(measure, wanted, plain, settings)
-        done.append(cast(Encoded, results.row(wanted, make)))
+        done.append(results.row(wanted, make))
         print(_columns(done[-1]), flush=True)
 
     for policy in UNBUDGETED:
@@ -249,21 +246,6 @@ def _columns(row: Encoded) -> str:
         f"{row.convolutions:5d} {row.heavy_flops / 1e9:8.2f} {row.kernels:7d} "
         f"{row.roofline_seconds * 1e3:8.3f} {row.plan_seconds:6.1f} {row.compile_seconds:7.1f}"
     )
-
-
-@functools.cache
-def _code(device: str, seconds: float | None, small: bool) -> str:
-    """Hash of the settings, of this file, and of what a planned row of `benchmarks.budgets` depends on."""
-    digest = hashlib.sha256(f"{budgets._code(device, planned=True)} {seconds} {small}".encode())
-    digest.update(Path(__file__).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def read_rows(path: Path) -> list[Measured]:
-    """Returns the rows of a results file; rows with other columns are left out."""
-    names = {f.name for f in fields(Encoded)}
-    rows = json.loads(path.read_text())["rows"]
-    return [Encoded(**{**r, "notes": tuple(r["notes"])}) for r in rows if set(r) == names]
 
 
 def _policies(asked: Sequence[str]) -> tuple[str, ...]:
@@ -312,8 +294,12 @@ def main(argv: list[str] | None = None) -> int:
         options.small,
     )
     _ = settings.code  # now: sources may be edited while this runs
-    earlier = read_rows(options.resume) if options.resume and options.resume.exists() else []
-    results = Results(options.json or options.resume, earlier, device)
+    results = Results(
+        options.json or options.resume,
+        read_rows(options.resume, Encoded),
+        device,
+        kind="encodings, compiled, device absent",
+    )
     missed = 0
     for name in options.models or MODELS:
         rows = run_model(name, settings, results)

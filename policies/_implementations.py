@@ -14,11 +14,11 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from remat.graph import Alternatives, Graph, Site
+from remat.graph import Alternatives, Graph, Site, required_sites
 from remat.policies.choice import Choice, ChoiceProblem
 from remat.policies.condense import Objective, buffers_of, condense_apart
 
-__all__ = ["Merged", "merged_problem", "required_sites"]
+__all__ = ["Merged", "merged_problem"]
 
 # With more sites, those of one rule are taken or left together.
 _MANY_SITES = 16
@@ -53,14 +53,6 @@ class _Node:
     is_forward: bool
     is_root: bool
     overwrites: str | None
-
-
-def required_sites(name: str) -> frozenset[str]:
-    """Returns a site and those it builds on: `mask_from_output@joint_mask@32.1` needs `joint_mask@32`."""
-    _, _, label = name.partition("@")
-    if "@" not in label:
-        return frozenset({name})
-    return frozenset({name}) | required_sites(label.rpartition(".")[0])
 
 
 def merged_problem(

@@ -45,6 +45,7 @@ class Pool:
         self.budget_bytes = budget_bytes
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
+        self.solver_seconds = 0.0  # spent by what a time limit ends
 
     def offer(self, label: str, sequence: Sequence[int]) -> Candidate:
         """Judges a sequence and keeps it if it is the cheapest that fits, or the smallest."""
@@ -102,7 +103,11 @@ def cuts_of(problem: Problem, bound: CutBound) -> Iterator[tuple[str, Sequence[i
 
 
 def decision_of(
-    condensed: Condensed, found: Candidate, bound: float, notes: tuple[str, ...]
+    condensed: Condensed,
+    found: Candidate,
+    bound: float,
+    notes: tuple[str, ...],
+    solver_seconds: float = 0.0,
 ) -> Decision:
     """Returns the decision behind a sequence, with the bound on its cost as certificate.
 
@@ -111,6 +116,7 @@ def decision_of(
         found: the sequence.
         bound: proven lower bound on the extra cost of any sequence within the budget, 0 if none is known.
         notes: for the reader of the plan.
+        solver_seconds: spent on what a time limit ends.
     """
     problem = condensed.problem
     unit = _UNITS_PER_COST if condensed.objective == "seconds" else 1
@@ -132,6 +138,7 @@ def decision_of(
         notes=(f"start: {found.label}", *notes),
         order=condensed.backward_order(found.sequence) if savable else None,
         buffer_peak_bytes=found.replayed.peak_bytes if savable else None,
+        solver_seconds=solver_seconds,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
-from remat.errors import PolicyError
-from remat.graph import Alternatives, Graph, Implementations, is_wanted
+from remat.errors import PolicyError, nearest
+from remat.graph import Alternatives, Graph, Implementations, wanted_sites
 from remat.plan import Certificate, Status
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Policy",
     "carried_reads",
     "check_implementations",
+    "check_names",
     "choose_sites",
     "describe_options",
     "largest_named",
@@ -38,6 +39,8 @@ class Decision:
         buffer_peak_bytes: peak of the buffers as the policy counted them, None if it did not.
         forms: the form in which a value is kept where it is not the smallest lossless one, by value id; see
             `remat.forms`.
+        solver_seconds: time spent on what the policy's field `seconds` limits; None if it does not say. See
+            `remat.time_limit`.
     """
 
     saved: frozenset[int]
@@ -47,6 +50,7 @@ class Decision:
     order: tuple[int, ...] | None = None
     buffer_peak_bytes: int | None = None
     forms: tuple[tuple[int, str], ...] = ()
+    solver_seconds: float | None = field(default=None, compare=False)
 
 
 @runtime_checkable
@@ -71,7 +75,11 @@ class Policy(Protocol):
 
 @runtime_checkable
 class BudgetPolicy(Protocol):
-    """A policy that can plan within a budget."""
+    """A policy that can plan within a budget.
+
+    One planning asks it several times. If it is a dataclass with a field `seconds`, that limits the time of its
+    solvers in all of them: every request goes to a copy with less (`remat.time_limit`).
+    """
 
     name: ClassVar[str]
 
@@ -115,9 +123,20 @@ def choose_sites(policy: object, menu: Alternatives, budget: int | float | None)
     wanted: Implementations = getattr(policy, "implementations", "none")
     if wanted == "none":
         return frozenset()
+    check_names(wanted, menu)
     operators = frozenset(site.name for site in menu.operators(wanted))
-    rest = menu.with_operators(operators).sites
-    return operators | {site.name for site in rest if is_wanted(site, wanted)}
+    return operators | wanted_sites(menu.with_operators(operators).sites, wanted)
+
+
+def check_names(wanted: Implementations, menu: Alternatives) -> None:
+    """Raises PolicyError if a setting names what does not exist."""
+    names = () if isinstance(wanted, str) else wanted
+    for name in names:
+        if name.partition("@")[0] not in menu.names:
+            raise PolicyError(
+                f"implementations={wanted!r}: there is nothing called {name!r}{nearest(name, menu.names)}; "
+                f"expected 'none', 'exact', 'all', or names of {sorted(menu.names)}"
+            )
 
 
 def describe_options(policy: object) -> str:

@@ -48,7 +48,7 @@ class Checkmate:
     Attributes:
         method: `optimal` or `approximate`.
         objective: what recomputation costs: roofline `seconds`, or `flops`.
-        seconds: limit on the solver's time; the best plan so far is returned with its gap.
+        seconds: limit on the solver's time in one planning; the best plan so far is returned with its gap.
         gap: relative gap of the extra cost at which to stop.
         device: whose roofline prices the nodes.
     """
@@ -133,4 +133,5 @@ class Checkmate:
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         note = f"{solved.method}: {solved.status} after {solved.solve_seconds:.1f} s"
-        return decision_of(condensed, pool.best, max(bound.bound, solved.bound), (note,))
+        proven, spent = max(bound.bound, solved.bound), solved.solve_seconds
+        return decision_of(condensed, pool.best, proven, (note,), spent)

@@ -27,20 +27,23 @@ exponential and stops after `seconds`.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 from remat.devices import get_device
-from remat.errors import PolicyError
-from remat.graph import Graph, Implementations
+from remat.errors import BudgetError, PolicyError
+from remat.graph import Alternatives, Graph, Implementations
+from remat.memory import peak_bytes
 from remat.policies._chains import solve_chain
 from remat.policies._ilp_cut import cut_bound
 from remat.policies._joint_bound import joint_bound
 from remat.policies._milp import solve_restricted
 from remat.policies._search import is_compilable, search
 from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
-from remat.policies.base import Decision, check_implementations
+from remat.policies.base import Decision, check_implementations, choose_sites
 from remat.policies.condense import Condensed, Objective, condense
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import peak_of_order
@@ -52,6 +55,8 @@ _UNCLEAR = 0.02  # a gap that the integer program may close, as a share of the p
 _WIDE = 0.04  # a gap at which hot searches and a dearer bound are worth their seconds
 _RESTARTS, _HEAT = 6, 10.0  # hot searches, each from the sequence without repetitions
 _POLISHES = 6  # searches after them, from the best
+# No rewrite is planned beside the rewrites if the starts find it at most this much dearer.
+_CLOSE = 1.02
 _CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
 _BODY_NOTE = "loop body: a minimum cut, because what is kept is written and read in every iteration"
 
@@ -81,8 +86,8 @@ class Ilp:
         method: `search` never runs the integer program, `exact` always, `starts` not even the search; `auto` runs
             it where it pays.
         exact_limit: nodes up to which `auto` always runs the integer program.
-        seconds: limit on the integer program's time, and on the search's where numba is not installed. A plan
-            that hits it may differ between runs.
+        seconds: limit on the integer programs' time in one planning, and on the searches' where numba is not
+            installed. A plan that hits it may differ between runs.
         effort: proposals of the local search per node; its result is the same in every run.
         tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
             twentieth of that effort to be enough.
@@ -119,6 +124,34 @@ class Ilp:
             )
         get_device(self.device)
         check_implementations("Ilp", self.implementations)
+
+    def shortlist(
+        self, menu: Alternatives, budget: int | float | None
+    ) -> tuple[frozenset[str], ...]:
+        """Returns sets of sites to plan with: those wanted, and none where the starts come close to them.
+
+        A rewrite can make a plan dearer: what it reads instead may have to stay a little longer.
+
+        Args:
+            menu: what there is.
+            budget: bytes, a fraction of the peak without rematerialization, or None.
+        """
+        wanted, nothing = choose_sites(self, menu, budget), frozenset[str]()
+        plain = menu.graph(nothing)
+        if not wanted or budget is None or plain.multiplicity > 1:
+            return (wanted,)
+        limit = int(budget * peak_bytes(plain)) if isinstance(budget, float) else budget
+        ours, theirs = (self.quick_cost(menu.graph(chosen), limit) for chosen in (wanted, nothing))
+        return (wanted, nothing) if theirs <= _CLOSE * ours < math.inf else (wanted,)
+
+    def quick_cost(self, graph: Graph, budget_bytes: int) -> float:
+        """Returns what the starts alone make of a graph: the certificate's cost, infinity where nothing fits."""
+        try:
+            decision = replace(self, method="starts", costs=None).decide_within(graph, budget_bytes)
+        except BudgetError:
+            return math.inf
+        assert decision.certificate is not None
+        return float(decision.certificate.value)
 
     def decide(self, graph: Graph) -> Decision:
         """Returns the plan without a budget: it keeps everything; of a loop's body, what `min_cut` keeps."""
@@ -164,7 +197,7 @@ class Ilp:
         proven, notes = self._improve(pool, bound.bound)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        return decision_of(condensed, pool.best, proven, notes)
+        return decision_of(condensed, pool.best, proven, notes, pool.solver_seconds)
 
     def _improve(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
         """Improves the pool's best; returns the bound and notes."""
@@ -214,6 +247,7 @@ class Ilp:
         if pool.best is not None and not self._good_enough(pool, proven, _WIDE):
             enough = pool.best.replayed.extra_cost - _UNCLEAR * problem.total_cost
             joint = joint_bound(problem, pool.budget_bytes, seconds=self.seconds, enough=enough)
+            pool.solver_seconds += joint.solve_seconds
             proven = max(proven, min(joint.bound, pool.best.replayed.extra_cost))
             notes.append(f"bound from {joint.stages} moments after {joint.solve_seconds:.1f} s")
         return proven, tuple(notes)
@@ -231,6 +265,7 @@ class Ilp:
             start=pool.start,
             seconds=seconds,
         )
+        pool.solver_seconds += solved.solve_seconds
         if solved.sequence is not None:
             pool.offer("integer program", solved.sequence)
         note = f"integer program: {solved.status} after {solved.solve_seconds:.1f} s"
@@ -238,6 +273,7 @@ class Ilp:
 
     def _search(self, pool: Pool, effort: int, seed: int) -> tuple[str, ...]:
         compiled = is_compilable()
+        start = time.perf_counter()
         found = search(
             pool.problem,
             pool.budget_bytes,
@@ -246,6 +282,8 @@ class Ilp:
             seconds=self.seconds,
             seed=seed,
         )
+        if not compiled:
+            pool.solver_seconds += time.perf_counter() - start
         pool.offer("local search", found.sequence.tolist())
         how = (
             ""

@@ -35,13 +35,14 @@ from functools import cached_property
 from typing import ClassVar
 
 from remat.errors import BudgetError, PolicyError
-from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted
+from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
 from remat.memory import peak_bytes
 from remat.policies._implementations import merged_problem
 from remat.policies._monet_solve import solve_monet
 from remat.policies.base import (
     Decision,
     check_implementations,
+    check_names,
 )
 from remat.policies.condense import condense
 from remat.policies.ilp import Ilp
@@ -50,6 +51,8 @@ __all__ = ["Monet"]
 
 # Where a graph's `__dict__` holds what is to be said of its choice, as `condense` does with its results.
 _FOUND = "_monet"
+# So many choices, and no rewrite at all, are planned in full within a budget.
+_SHORTLIST = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Monet:
         implementations: which rewrites to choose from: `exact` for those whose gradients are bit-equal, `none`,
             `all`, or names of rules or kinds (`output`, `intermediate`); see `remat.rules`.
         exact_limit: buffers up to which the joint integer program runs; 0 for never.
-        seconds: limit on its time, and on that of `ilp`'s.
+        seconds: limit on its time, and on that of `ilp`'s in one planning.
         effort, tolerance: of `ilp`'s search.
         device: whose roofline prices the nodes.
     """
@@ -92,31 +95,45 @@ class Monet:
         )
 
     def sites_for(self, menu: Alternatives, budget: int | float | None) -> frozenset[str]:
-        """Returns the sites whose rewrites give the cheapest plan within the budget."""
+        """Returns the sites whose rewrites give the cheapest plan within the budget, as far as starts tell."""
+        return self.shortlist(menu, budget)[0]
+
+    def shortlist(
+        self, menu: Alternatives, budget: int | float | None
+    ) -> tuple[frozenset[str], ...]:
+        """Returns sets of sites to plan with, the most promising first; no rewrite at all is among them.
+
+        Args:
+            menu: what there is.
+            budget: bytes, a fraction of the peak without rematerialization, or None.
+        """
+        nothing = frozenset[str]()
         if self.implementations == "none":
-            return frozenset()
+            return (nothing,)
+        check_names(self.implementations, menu)
         plain = menu.graph(())
         operators = frozenset(site.name for site in menu.operators(self.implementations))
         sites = self._sites(menu)
+        inside = self._sites(menu.with_operators(operators))
         if plain.multiplicity > 1:
-            inside = self._sites(menu.with_operators(operators))
-            return operators | {site.name for site in inside}
+            return (operators | wanted_sites(inside, "all"), nothing)
         if not sites and not operators:
-            return frozenset()
+            return (nothing,)
         if isinstance(budget, float):
             budget = int(budget * peak_bytes(plain))
         candidates = dict.fromkeys(_candidates(sites))
         if operators:
-            inside = self._sites(menu.with_operators(operators))
             candidates |= dict.fromkeys(operators | chosen for chosen in _candidates(inside))
         note = None
         if sites and budget is not None and self._is_small(plain):
             chosen, note = self._joint(menu, sites, budget)
             candidates |= dict.fromkeys(chosen)
-        best = min(candidates, key=lambda chosen: self._price(menu.graph(chosen), budget))
+        ranked = sorted(candidates, key=lambda chosen: self._price(menu.graph(chosen), budget))
+        best = dict.fromkeys((*ranked[:_SHORTLIST], nothing))
         if note is not None:
-            vars(menu.graph(best))[_FOUND] = note
-        return best
+            for chosen in best:
+                vars(menu.graph(chosen))[_FOUND] = note
+        return tuple(best)
 
     def _sites(self, menu: Alternatives) -> list[Site]:
         return [site for site in menu.sites if is_wanted(site, self.implementations)]
@@ -140,7 +157,7 @@ class Monet:
         return [] if solved.selection is None else [merged.sites(solved.selection)], note
 
     def _price(self, graph: Graph, budget: int | None) -> tuple[bool, float, int]:
-        """Whether nothing fits; the cost, or the smallest peak; and how much is rewritten."""
+        """Whether nothing fits; the cost, or the smallest peak; then few rewrites, or where nothing fits many."""
         if budget is None:
             cost = condense(graph, device=self.device).problem.total_cost
             return (False, cost, len(graph.sites))
@@ -149,7 +166,7 @@ class Monet:
             decision = quick.decide_within(graph, budget)
         except BudgetError as error:
             smallest = error.smallest_peak_bytes
-            return (True, math.inf if smallest is None else smallest, len(graph.sites))
+            return (True, math.inf if smallest is None else smallest, -len(graph.sites))
         assert decision.certificate is not None
         return (False, float(decision.certificate.value), len(graph.sites))
 
@@ -171,8 +188,6 @@ class Monet:
 def _candidates(sites: Sequence[Site]) -> Iterator[frozenset[str]]:
     """No rewrite, all of them, those of every kind and of every rule."""
     yield frozenset()
-    yield frozenset(site.name for site in sites)
-    for kind in dict.fromkeys(site.kind for site in sites):
-        yield frozenset(site.name for site in sites if site.kind == kind)
-    for rule in dict.fromkeys(site.rule for site in sites):
-        yield frozenset(site.name for site in sites if site.rule == rule)
+    yield wanted_sites(sites, "all")
+    for name in dict.fromkeys(name for site in sites for name in (site.kind, site.rule)):
+        yield wanted_sites(sites, (name,))

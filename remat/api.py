@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from remat import _compat, operators
+from remat import _compat, operator_substitution
 from remat.errors import PolicyError, TraceError
 from remat.lower import Planner, StagedFunction
 from remat.override import active_attempt
@@ -177,7 +177,7 @@ class _Wrapped:
             flat,
             call.leaves,
             inline_checkpoints=self.inline_checkpoints,
-            keep=operators.called_by_name(),
+            keep=operator_substitution.called_by_name(),
         )
         program, lifted = lift_tracers(program)
         function = StagedFunction(

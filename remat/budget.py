@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 from remat.errors import BudgetError
@@ -52,7 +52,7 @@ _ATTEMPTS = 5
 # The prediction's median error: plans leave so much of the budget, if there is one that does.
 _MARGIN = 0.03
 # A plan whose prediction uses less than this share of the budget is asked for again with more.
-_SLACK = 0.05
+_SLACK = 0.02
 # A request that the policy cannot meet is raised by this factor: buffers may count for more than they take.
 _STEP = 1.1
 _ROUNDS = 6
@@ -70,7 +70,7 @@ def plan_within(
     budget_bytes: int,
     *,
     barriers: bool = True,
-    limit: TimeLimit[BudgetPolicy] | None = None,
+    limit: TimeLimit | None = None,
 ) -> Plan:
     """Plans a graph so that its predicted peak is at most `budget_bytes`.
 
@@ -93,7 +93,7 @@ def plan_within(
     if offered.best is None:  # nothing leaves the margin
         offered.run(budget_bytes)
     if offered.best is None:
-        offered.best = _plain(graph, policy, budget_bytes)
+        offered.best = _simple(graph, policy, budget_bytes, barriers)
     if offered.best is None:
         if offered.smallest is None:
             assert offered.error is not None
@@ -104,19 +104,29 @@ def plan_within(
     )
 
 
-def _plain(graph: Graph, policy: BudgetPolicy, budget_bytes: int) -> Plan | None:
-    """The plan that changes nothing, where it fits: nothing runs again, is packed or is tied."""
+def _simple(graph: Graph, policy: BudgetPolicy, budget_bytes: int, barriers: bool) -> Plan | None:
+    """The plan that changes nothing, or the minimum cut, where one of them fits.
+
+    A policy plans buffers, and where it finds that they do not fit, the prediction may still say that they do.
+    """
+    device = getattr(policy, "device", "h200")
     kept = frozenset(no_remat_saved(graph))
     raw = tuple((v, "raw") for v in sorted(kept) if graph.values[v].producer is not None)
-    plan = plan_from_saved(
-        graph,
-        Decision(kept, forms=raw, notes=("as without rematerialization: less does not fit",)),
-        policy_name=policy.name,
-        options=describe_options(policy),
-        barriers=False,
-        device=getattr(policy, "device", "h200"),
-    )
-    return plan if plan.peak_bytes <= budget_bytes else None
+    plain = Decision(kept, forms=raw, notes=("as without rematerialization",))
+    cut = MinCut(device=device).decide(graph)
+    cut = Decision(cut.saved, notes=("a minimum cut: nothing else was found that fits",))
+    for decision, tied in ((plain, False), (cut, barriers)):
+        plan = plan_from_saved(
+            graph,
+            decision,
+            policy_name=policy.name,
+            options=describe_options(policy),
+            barriers=tied,
+            device=device,
+        )
+        if plan.peak_bytes <= budget_bytes:
+            return plan
+    return None
 
 
 class _Offers:
@@ -127,9 +137,7 @@ class _Offers:
     difference of the last plan corrects the next request.
     """
 
-    def __init__(
-        self, graph: Graph, limit: TimeLimit[BudgetPolicy], budget_bytes: int, barriers: bool
-    ) -> None:
+    def __init__(self, graph: Graph, limit: TimeLimit, budget_bytes: int, barriers: bool) -> None:
         self.graph = graph
         self.limit = limit
         self.budget_bytes = budget_bytes
@@ -163,8 +171,7 @@ class _Offers:
                 return
 
     def _ask(self, target: int, aim_bytes: int) -> Plan:
-        with self.limit.request() as limited:
-            decision = limited.decide_within(self.graph, target)
+        decision = self.limit.decide_within(self.graph, target)
         policy = self.limit.policy
         plan = plan_from_saved(
             self.graph,
@@ -403,6 +410,7 @@ class BudgetSession(SteadyPlanner):
         self._search: _Search | None = None
         self._menus: dict[str, list[LoopOption]] = {}
         self._outside: dict[tuple[str, int], Plan] = {}
+        self._planned: dict[str, Plan] = {}  # by fingerprint, before the sites were chosen
 
     def child(self, path: str) -> SteadyPlanner:
         """Returns the planner of a loop's body."""
@@ -413,13 +421,35 @@ class BudgetSession(SteadyPlanner):
         return self.bodies.setdefault(path, _Body(self.device, self.policy))
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
-        """Returns what the policy wants outside of the loops."""
-        with self.time.request() as limited:
-            return choose_sites(limited, menu, self.limit)
+        """Returns what the policy wants outside of the loops.
+
+        Where it is undecided and there are no loops, each of its choices is planned and the cheapest plan kept.
+        """
+        shortlist = getattr(self.policy, "shortlist", None)
+        if shortlist is None or self.bodies:
+            return choose_sites(self.policy, menu, self.limit)
+        found: Sequence[frozenset[str]] = shortlist(menu, self.limit)
+        limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
+        best: tuple[float, int] = (math.inf, 0)
+        for index, chosen in enumerate(found):
+            graph = menu.graph(chosen)
+            try:
+                plan = plan_within(
+                    graph, self.policy, limit, limit=self.time.part(len(found) - index)
+                )
+            except BudgetError:
+                continue
+            self._planned[graph.fingerprint()] = plan
+            cost = math.inf if plan.certificate is None else _program_cost(plan)
+            best = min(best, (cost, index))
+        return found[best[1]]
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
         if not self.bodies:
+            planned = self._planned.get(graph.fingerprint())
+            if planned is not None and barriers:
+                return replace(planned, graph=graph)
             limit = limit_bytes(self.limit, peak_bytes(graph.plain or graph))
             return plan_within(graph, self.policy, limit, barriers=barriers, limit=self.time)
         if self._setting.within is not None:

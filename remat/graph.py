@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -360,6 +360,11 @@ class Alternatives(Protocol):
         """Every place that a rule can rewrite."""
         ...
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What an `implementations` setting may name: rules, kinds and registered operators."""
+        ...
+
     def operators(self, wanted: Implementations) -> tuple[Site, ...]:
         """Returns the operators that have another implementation among those wanted."""
         ...
@@ -377,12 +382,26 @@ class Alternatives(Protocol):
         ...
 
 
+def wanted_sites(sites: Iterable[Site], wanted: Implementations) -> frozenset[str]:
+    """Returns the names of the sites that a setting names, and of those that these build on."""
+    named = (required_sites(site.name) for site in sites if is_wanted(site, wanted))
+    return frozenset().union(*named)
+
+
 def is_wanted(site: Site, wanted: Implementations) -> bool:
     """Whether a site is one of those an `implementations` setting names."""
     if isinstance(wanted, str):
         return wanted == "all" or (wanted == "exact" and site.exact)
     names = (site.name, site.rule, site.rule.partition("/")[0], site.kind)
     return any(name in wanted for name in names)
+
+
+def required_sites(name: str) -> frozenset[str]:
+    """Returns a site and those it builds on: `mask_from_output@joint_mask@32.1` needs `joint_mask@32`."""
+    _, _, label = name.partition("@")
+    if "@" not in label:
+        return frozenset({name})
+    return frozenset({name}) | required_sites(label.rpartition(".")[0])
 
 
 _ROOTS = ("inputs", "cotangents", "outputs", "gradients", "constants", "invariant", "carried")

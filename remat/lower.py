@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from remat import _compat, operator_substitution, operators
+from remat import _compat, operator_substitution
 from remat.encode import decode, encode
 from remat.errors import DifferentiationError
 from remat.forms import form_of
 from remat.graph import Graph, Implementations, Op, Site
+from remat.operators import implementations
 from remat.plan import LoopPlan, Plan, Step
 from remat.planner import NO_CHUNKS, Planner, rest_of
 from remat.program import (
@@ -348,6 +349,12 @@ class _Traces:
         self.planner = planner
         self._made: dict[frozenset[str], tuple[Joint, _Loops]] = {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """As `remat.rewrite.Operators`."""
+        registered = implementations()
+        return frozenset(name for i in registered for name in (i.id, i.operator))
+
     def sites(self, wanted: Implementations) -> tuple[Site, ...]:
         """As `remat.rewrite.Operators`."""
         return operator_substitution.sites_in(self.room.primal, wanted)
@@ -398,7 +405,7 @@ class _Loops:
         if not NO_CHUNKS < trips < parts.length:
             return self._whole(path, inner, parts, operands)
         program = program_of(
-            _compat.trace_chunk(parts, trips, operands), keep=operators.called_by_name()
+            _compat.trace_chunk(parts, trips, operands), keep=operator_substitution.called_by_name()
         )
         chunk = self._function(program, inner, parts, parts.length // trips, is_chunk=True)
         self.found[path] = (parts.length // trips, trips, chunk)
@@ -410,7 +417,7 @@ class _Loops:
         body = program_of(
             parts.body,
             inline_checkpoints=self.room.inline_checkpoints,
-            keep=operators.called_by_name(),
+            keep=operator_substitution.called_by_name(),
         )
         function = self._function(body, planner, parts, parts.length)
         self.found[path] = (parts.length, 1, function)

@@ -1345,7 +1345,7 @@ def _is_turned(program: _Program, node: _Node) -> bool:
 
 
 def _in_results(ranges: list[_Range], results: list[_Range]) -> set[int]:
-    """Indices of the temporaries that fit into results not written yet: largest first, into the smallest that fits."""
+    """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits."""
     least = max((found.nbytes for found in ranges), default=0) * _TINY
     starts: dict[int, list[int]] = {}
     for place in sorted(results, key=lambda r: r.start):

@@ -17,7 +17,7 @@ from remat.operator_matching import Number, Option, Site, find_sites
 from remat.operators import Implementation, differentiable, implementations, struct_of
 from remat.program import Program, evaluate, program_of
 
-__all__ = ["Choose", "sites_in", "substituted", "with_implementations"]
+__all__ = ["called_by_name", "Choose", "sites_in", "substituted", "with_implementations"]
 
 Choose = Callable[[Site], Implementation | None]
 
@@ -69,6 +69,11 @@ def with_implementations(
     jaxpr, _ = _compat.open_jaxpr(closed)
     structs = [struct_of(var.aval) for var in jaxpr.invars]
     return jax.make_jaxpr(lambda *inputs: substitution.run(closed, inputs, (), None))(*structs)
+
+
+def called_by_name() -> frozenset[str]:
+    """Returns the operators that users registered: calls of functions with these names must stay calls."""
+    return frozenset(i.operator for i in implementations() if i.id not in BUILT_IN)
 
 
 def sites_in(program: Program, wanted: Implementations) -> tuple[GraphSite, ...]:

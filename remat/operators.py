@@ -38,7 +38,6 @@ __all__ = [
     "Candidates",
     "Implementation",
     "ImplementationReport",
-    "called_by_name",
     "check_implementation",
     "differentiable",
     "implementations",
@@ -173,11 +172,6 @@ def unregister_implementation(implementation: Implementation | str) -> None:
 def implementations(operator: str | None = None) -> tuple[Implementation, ...]:
     """Returns the registered implementations, of one operator or of all, in order of registration."""
     return tuple(i for i in _REGISTRY.values() if operator in (None, i.operator))
-
-
-def called_by_name() -> frozenset[str]:
-    """Returns the operators that are recognised by their name alone: calls of them must stay calls."""
-    return frozenset(i.operator for i in _REGISTRY.values() if i.reference is None)
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:

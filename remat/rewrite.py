@@ -153,6 +153,11 @@ class _Made:
 class Operators(Protocol):
     """Other implementations of operators, put into a program before it is differentiated."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of what is registered: operators, and `operator/implementation`."""
+        ...
+
     def sites(self, wanted: Implementations) -> tuple[Site, ...]:
         """Returns those of the registered implementations that are wanted and apply."""
         ...
@@ -205,6 +210,13 @@ class Menu:
         made = self._apply(None)
         self._made[frozenset(site.name for site in made.sites)] = made
         return made.sites
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What an `implementations` setting may name."""
+        rules = {rule.name for rule in self.rules} | {rule.kind for rule in self.rules}
+        more = frozenset() if self._operators is None else self._operators.names
+        return more | rules | {"output", "intermediate", "input", "kernel"}
 
     def operators(self, wanted: Implementations) -> tuple[Site, ...]:
         """Returns the operators that have another implementation among those wanted."""

@@ -9,51 +9,77 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
-from remat.policies.base import Policy
+from remat.graph import Graph
+from remat.policies.base import BudgetPolicy, Decision, Policy
 
 __all__ = ["TimeLimit"]
 
 _SHARE = 0.5  # of what is left, for the next request
 _LEAST = 0.01  # of the whole limit: so much every request gets, because no policy takes none
 
-P = TypeVar("P", bound=Policy)
 
+class TimeLimit:
+    """Asks a policy with what is left of its time.
 
-class TimeLimit(Generic[P]):
-    """Lends a policy out with what is left of its time.
-
-    The limit is that of its field `seconds`, or of the policies among its fields (`Auto.ilp`); without one it is lent
-    as it is. A request counts for no more than it was given: work that the limit does not bound, such as a search
-    with a fixed number of proposals, takes no time from later requests.
+    The limit is that of the policy's field `seconds`, and of the policies among its fields (`Auto.ilp`); without
+    one it is asked as it is. What a request takes is what its decision says (`Decision.solver_seconds`): work
+    that the limit does not bound, such as a search with a fixed number of proposals, takes nothing from later
+    requests. Where the policy does not say, or refuses, the time until its answer counts, up to what it was given.
 
     Args:
         policy: as the user set it.
         clock: seconds since some moment.
     """
 
-    def __init__(self, policy: P, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, policy: BudgetPolicy, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.policy = policy
         self.clock = clock
         self.seconds = _longest(policy)
         self.left = self.seconds
+        self._whole: TimeLimit | None = None
 
-    @contextmanager
-    def request(self) -> Iterator[P]:
-        """Lends the policy for one request; its limit is then at most `seconds` in all, up to the least shares."""
-        if math.isinf(self.seconds):
-            yield self.policy
-            return
+    def part(self, count: int) -> TimeLimit:
+        """Returns a limit with one of `count` equal parts of what is left, for one of several plannings.
+
+        What it takes is taken from here too, so that what it leaves is there for the others.
+        """
+        part = TimeLimit(self.policy, self.clock)
+        part.left = None if self.left is None else self.left / count
+        part._whole = self
+        return part
+
+    def _take(self, seconds: float) -> None:
+        if self.left is not None:
+            self.left = max(self.left - seconds, 0.0)
+        if self._whole is not None:
+            self._whole._take(seconds)
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns what the policy decides in its share of the time.
+
+        Raises:
+            BudgetError: as the policy's method.
+        """
+        if self.seconds is None or self.left is None:
+            return self.policy.decide_within(graph, budget_bytes)
         given = max(_SHARE * self.left, _LEAST * self.seconds)
-        start = self.clock()
+        start, taken = self.clock(), None
         try:
-            yield cast(P, _limited(self.policy, given / self.seconds))
+            decision = _limited(self.policy, given / self.seconds).decide_within(
+                graph, budget_bytes
+            )
+            taken = decision.solver_seconds
         finally:
-            self.left -= min(self.clock() - start, given)
+            if taken is None:
+                taken = min(self.clock() - start, given)
+            self._take(taken)
+        return decision
 
 
 def _settings(policy: object) -> dict[str, Any]:
@@ -62,26 +88,24 @@ def _settings(policy: object) -> dict[str, Any]:
     return {f.name: getattr(policy, f.name) for f in fields(policy) if f.init}
 
 
-def _is_limit(name: str, value: object) -> bool:
-    return name == "seconds" and isinstance(value, (int, float))
+def _longest(policy: object) -> float | None:
+    """The longest limit of a policy and of those it may ask; None without a finite one."""
+    found: list[float] = []
+    for name, value in _settings(policy).items():
+        seconds = value if name == "seconds" else None
+        if isinstance(value, Policy):
+            seconds = _longest(value)
+        if seconds is not None and math.isfinite(seconds):
+            found.append(seconds)
+    return max(found, default=None)
 
 
-def _longest(policy: object) -> float:
-    """The longest limit of a policy and of those it may ask; inf without one."""
-    found = [
-        value if _is_limit(name, value) else _longest(value)
-        for name, value in _settings(policy).items()
-        if _is_limit(name, value) or isinstance(value, Policy)
-    ]
-    return max((seconds for seconds in found if math.isfinite(seconds)), default=math.inf)
-
-
-def _limited(policy: object, share: float) -> object:
+def _limited(policy: Any, share: float) -> Any:
     """The policy with every limit cut to a share of it."""
     changes: dict[str, Any] = {}
     for name, value in _settings(policy).items():
-        if _is_limit(name, value):
+        if name == "seconds" and value is not None:
             changes[name] = share * value
         elif isinstance(value, Policy):
             changes[name] = _limited(value, share)
-    return replace(cast(Any, policy), **changes) if changes else policy
+    return replace(policy, **changes) if changes else policy

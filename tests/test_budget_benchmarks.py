@@ -246,7 +246,7 @@ def test_rows_of_other_code_are_made_again(tmp_path: Path) -> None:
 
 def test_the_hash_of_a_baseline_does_not_depend_on_the_planner() -> None:
     hashes = {
-        budgets._code(device, planned=planned)
+        budgets.code_of(device, planned=planned)
         for device in ("cpu", "h200")
         for planned in (False, True)
     }

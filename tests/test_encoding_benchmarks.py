@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import encodings
-from benchmarks.budgets import Results
+from benchmarks.budgets import Results, read_rows
 from benchmarks.encodings import Encoded, Settings
 from benchmarks.programs import Row
 from models import cases
@@ -138,9 +138,8 @@ def test_the_smallest_model_from_the_command_line(
     path = tmp_path / "encodings.json"
     command = ["vgg16", "--small", "--policies", "none", "min_cut", "ilp", "--resume", str(path)]
     assert encodings.main(command) == 0
-    rows = encodings.read_rows(path)
-    assert all(isinstance(row, Encoded) for row in rows)
-    none, cut, ours = (row for row in rows if isinstance(row, Encoded))
+    rows = read_rows(path, Encoded)
+    none, cut, ours = rows
     assert [row.policy for row in (none, cut, ours)] == ["none", "min_cut", "ilp"]
     assert [row.model for row in rows] == ["vgg16, small"] * 3
     assert ours.budget_bytes == cut.temp_bytes > 0
@@ -156,9 +155,10 @@ def test_the_smallest_model_from_the_command_line(
 
     monkeypatch.setattr(encodings, "measure", never)
     assert encodings.main(command) == 0
-    assert encodings.read_rows(path) == rows
+    assert read_rows(path, Encoded) == rows
     assert capsys.readouterr().out == printed
-    assert json.loads(path.read_text())["device"] == "cpu"
+    written = json.loads(path.read_text())
+    assert (written["device"], written["kind"]) == ("cpu", "encodings, compiled, device absent")
 
 
 def test_a_run_is_written_down_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_run_is_written_down_row_by_row(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(encodings, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         encodings.run_model("unet", TINY, Results(path, [], "cpu"))
-    (row,) = encodings.read_rows(path)
+    (row,) = read_rows(path, Encoded)
     assert (row.label, row.temp_bytes) == ("none", 7)
 
 

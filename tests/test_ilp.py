@@ -152,7 +152,7 @@ def test_methods_run_what_they_say(
 ) -> None:
     ran = calls(monkeypatch)
     graph = graph_of_the_network()
-    assert 60 < len(condense(graph).problem) <= 100
+    assert 40 < len(condense(graph).problem) <= 100
     found = within(Ilp(method=method, effort=40, seconds=5.0, exact_limit=100), graph, 0.7)
     assert found is not None
     assert runs <= set(ran) and never.isdisjoint(ran) and "cut_bound" in ran

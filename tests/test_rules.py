@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import remat
+from remat.graph import required_sites
 from remat.plan import stored_bytes
 from remat.policies import Gist, MinCut, Monet
-from remat.policies._implementations import required_sites
 from remat.program import evaluate
 from remat.rewrite import Menu
 from remat.rules import RULES
@@ -249,6 +249,10 @@ def test_policies_say_which_rewrites_they_want() -> None:
     assert sites(MinCut(implementations="none")) == sites(MinCut.paper()) == ()
     assert len(sites(MinCut(implementations=("joint_mask",)))) == 1
     assert len(sites(Gist(implementations=("intermediate",)))) == 1
+    # A rule that builds on another brings it along.
+    assert len(sites(MinCut(implementations=("mask_from_output",)))) == 2
+    with pytest.raises(remat.PolicyError, match="nothing called 'joint_msk'.*joint_mask"):
+        sites(MinCut(implementations=("joint_msk",)))
     assert sites(remat.policies.Checkmate()) == sites("full") == ()
     for policy in (MinCut, Gist, Monet, remat.policies.Ilp):
         with pytest.raises(remat.PolicyError, match="implementations"):
