@@ -34,6 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 GROUP_WEIGHTS: dict[str, float] = {
     "gpt_scan": 4.0,
     "resnet50": 4.0,
+    "vgg16": 2.0,
     "gpt2_training": 3.0,
     "gelu": 0.5,
     "residual_mlp": 1.0,

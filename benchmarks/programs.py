@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import remat
-from models import gpt, lstm, mlp, resnet
+from models import gpt, lstm, mlp, resnet, vgg
 from models.cases import BLOCKS_LARGE
 from remat.policies import MinCut, Names
 
@@ -127,6 +127,20 @@ def resnet50() -> list[Row]:
     return [*rows, Row("min_cut, wrapped once", remat.checkpoint(plain), args)]
 
 
+def vgg16() -> list[Row]:
+    """VGG-16, batch 32, 224 px, unrolled: relu and max-pool, where the backward pass can do with much less."""
+    plain, args = vgg.vgg_loss(vgg.VGG16, 32, 224)
+    ours: dict[str, Any] = {
+        "min_cut, without rewrites": remat.policies.MinCut(implementations="none"),
+        "min_cut": "min_cut",
+        "gist": "gist",
+        "echo": "echo",
+    }
+    rows = [Row("none", plain, args)]
+    rows.append(Row("full (jax.checkpoint)", jax.checkpoint(plain), args))
+    return rows + [Row(label, _ours(policy)(plain), args) for label, policy in ours.items()]
+
+
 def residual_mlp() -> list[Row]:
     """16 residual layers, keeping the 15 layer boundaries."""
     plain, args = mlp.residual_mlp()
@@ -208,6 +222,11 @@ GROUPS: dict[str, Group] = {
                     convolutions=161,
                 ),
             ),
+        ),
+        Group(
+            "vgg16",
+            vgg16,
+            (Bound("min_cut", "none", 0.25, 0.65), Bound("gist", "none", 0.25, 0.65)),
         ),
         Group(
             "gpt_unrolled",

@@ -13,8 +13,12 @@ kernels run again, as often as it pays. Several planners start, and the best sta
    up to 350 buffers where more than 2 % lie between the search's result and the bound.
 
 Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`). The certificate holds a
-proven lower bound on the cost of every such sequence of the coarsened graph: the integer program's, or a
-Lagrangian minimum cut's. Without a budget the limit is the peak of keeping everything: nothing runs again.
+proven lower bound on the cost of sequences of the coarsened graph: that of a Lagrangian minimum cut and of several
+moments hold for all of them, the integer program's for those that run a node at most once between two first runs
+(Checkmate's stages). Without a budget the limit is the peak of keeping everything: nothing runs again.
+
+Within a budget the graph is planned with the rewrites that `implementations` names, and where the starts find
+no rewrite nearly as cheap, without them, too: what a rewrite reads instead may have to stay a little longer.
 
 The body of a loop without a budget is planned by `min_cut`. What a body keeps is copied into an array of all
 iterations and read back from it, so keeping everything is not the fastest program there. The sequence counts

@@ -52,7 +52,7 @@ __all__ = ["Monet"]
 # Where a graph's `__dict__` holds what is to be said of its choice, as `condense` does with its results.
 _FOUND = "_monet"
 # So many choices, and no rewrite at all, are planned in full within a budget.
-_SHORTLIST = 2
+_SHORTLIST = 3
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,14 @@ def _simple(graph: Graph, policy: BudgetPolicy, budget_bytes: int, barriers: boo
     kept = frozenset(no_remat_saved(graph))
     raw = tuple((v, "raw") for v in sorted(kept) if graph.values[v].producer is not None)
     plain = Decision(kept, forms=raw, notes=("as without rematerialization",))
-    cut = MinCut(device=device).decide(graph)
-    cut = Decision(cut.saved, notes=("a minimum cut: nothing else was found that fits",))
-    for decision, tied in ((plain, False), (cut, barriers)):
+    simple = [(plain, False)]
+    if hasattr(
+        policy, "implementations"
+    ):  # not a published algorithm, which should stay what it is
+        saved = MinCut(device=device).decide(graph).saved
+        note = "a minimum cut: nothing else was found that fits"
+        simple.append((Decision(saved, notes=(note,)), barriers))
+    for decision, tied in simple:
         plan = plan_from_saved(
             graph,
             decision,
@@ -168,7 +173,9 @@ class _Offers:
                 else:
                     return
             if not low < target < high:
-                return
+                if not low + 1 < high < math.inf:
+                    return
+                target = (low + int(high)) // 2  # too small before and too large after it
 
     def _ask(self, target: int, aim_bytes: int) -> Plan:
         decision = self.limit.decide_within(self.graph, target)

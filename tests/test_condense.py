@@ -79,7 +79,11 @@ def test_a_gelu_chain_has_two_buffers_per_layer() -> None:
     assert problem.repeatable.tolist() == [True] * 6 + [False] * (len(problem) - 6)
     # The gelu and its derivative are made in the kernel that multiplies by the cotangent.
     assert names(condensed, 6, 8) == ["add_any(4)", "dot_general+transpose(3,6)"]
-    assert problem.sizes[6:9].tolist() == [WIDE, 0, WIDE]  # a gradient is a result, turned in its place
+    assert problem.sizes[6:9].tolist() == [
+        WIDE,
+        0,
+        WIDE,
+    ]  # a gradient is a result, turned in its place
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
