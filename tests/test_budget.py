@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
@@ -222,8 +223,10 @@ def test_a_fraction_is_one_of_the_predicted_peak_without_remat() -> None:
     assert half.budget_bytes == baseline // 2
     assert half.peak_bytes <= baseline // 2
     same = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=baseline // 2)
-    assert same == half
-    assert remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=f"{baseline // 2}B") == half
+    text = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=f"{baseline // 2}B")
+    # How far a bound gets in its time differs from run to run.
+    plans = [dataclasses.replace(plan, certificate=None) for plan in (half, same, text)]
+    assert plans[0] == plans[1] == plans[2]
 
 
 def test_a_policy_that_cannot_plan_within_a_budget_is_only_checked() -> None:
