@@ -64,7 +64,7 @@ class Gist:
                 f"Gist(precision={self.precision!r}): expected 'float16', 'bfloat16', 'float8_e4m3', "
                 "'float8_e5m2' or None"
             )
-        if self.sparse is not None and not 0 < self.sparse <= 1:
+        if self.sparse is not None and not 1e-6 <= self.sparse <= 1:
             raise PolicyError(
                 f"Gist(sparse={self.sparse!r}): expected the share of values there is room for, above 0 and "
                 "at most 1, or None"
@@ -83,7 +83,7 @@ class Gist:
                 continue
             op = graph.ops[value.producer]
             if self.sparse is not None and op.name == "max":
-                form = f"sparse:{self.sparse}"
+                form = "sparse:" + f"{self.sparse:.6f}".rstrip("0")
                 if applicable(form, value):
                     yield index, form
                     continue

@@ -437,7 +437,7 @@ class BudgetSession(SteadyPlanner):
             return choose_sites(self.policy, menu, self.limit)
         found: Sequence[frozenset[str]] = shortlist(menu, self.limit)
         limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
-        best: tuple[float, int] = (math.inf, 0)
+        planned: list[tuple[float, int]] = []
         for index, chosen in enumerate(found):
             graph = menu.graph(chosen)
             try:
@@ -448,8 +448,8 @@ class BudgetSession(SteadyPlanner):
                 continue
             self._planned[graph.fingerprint()] = plan
             cost = math.inf if plan.certificate is None else _program_cost(plan)
-            best = min(best, (cost, index))
-        return found[best[1]]
+            planned.append((cost, index))
+        return found[min(planned, default=(math.inf, 0))[1]]
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""

@@ -132,6 +132,8 @@ def window_codes(
     window_dimensions: Sequence[int],
     window_strides: Sequence[int],
     padding: Padding,
+    *,
+    positive: bool = False,
 ) -> jax.Array:
     """Returns which element of its window `select_and_scatter_add` selects.
 
@@ -140,6 +142,8 @@ def window_codes(
         window_dimensions: size of a window, one per dimension (1 for batch and channels).
         window_strides: distance between windows, one per dimension.
         padding: `"SAME"`, `"VALID"` or `(low, high)` per dimension.
+        positive: also tell, of windows with a NaN, whether the selected element is larger than zero: if it is
+            not, their code is 0. No NaN lets the first element be selected otherwise: a later one takes its place.
 
     Returns:
         `uint8` of the pool's shape: the row-major index within the window, less than
@@ -158,18 +162,23 @@ def window_codes(
         operand = lax.pad(operand, low_value, [(low, high, 0) for low, high in pads])
     selected: jax.Array | None = None
     codes = jnp.zeros(out, jnp.uint8)
+    has_nan = jnp.zeros(out, jnp.bool_)
     for code, offset in enumerate(itertools.product(*map(range, window_dimensions))):
         stop = [
             o + (n - 1) * stride + 1
             for o, n, stride in zip(offset, out, window_strides, strict=True)
         ]
         element = lax.slice(operand, offset, stop, window_strides)
+        has_nan |= lax.ne(element, element)
         if selected is None:
             selected = element
             continue
         stays = lax.ge(selected, element)
         selected = lax.select(stays, selected, element)
         codes = lax.select(stays, codes, lax.full_like(codes, code))
+    if positive and selected is not None:
+        is_lost = has_nan & ~(selected > 0)
+        codes = lax.select(is_lost, lax.full_like(codes, 0), codes)
     return codes
 
 

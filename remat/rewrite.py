@@ -12,12 +12,14 @@ name is its rule and the value it replaces, `pool_codes@417`; equal functions ha
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from remat import _compat
@@ -36,8 +38,8 @@ class Edit:
         targets: value ids that are replaced.
         compute: `compute(*reads)` returns one array per target, of equal shape and dtype.
         reads: what it is called with, value ids or literals.
-        backward_only: only backward operators read the replacement; the results and the forward pass keep the
-        value. like: the equation whose scope and source line the new equations take.
+        like: the equation whose scope and source line the new equations take.
+        backward_only: only backward operators read the replacement; results and forward pass keep the value.
     """
 
     targets: tuple[int, ...]
@@ -133,12 +135,17 @@ def name_of(equation: Equation) -> str:
 
 
 def _single(value: Any) -> Any:
-    array = np.asarray(value)
-    if array.size == 0 or array.size > 64 or array.dtype.hasobject:
+    """The number that all elements of a small, real array equal; else None."""
+    dtype = value.dtype if hasattr(value, "dtype") else np.result_type(value)
+    number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+    is_real = number and not jnp.issubdtype(dtype, np.complexfloating)
+    if not is_real or not 0 < math.prod(np.shape(value)) <= 64:
         return None
-    first = array.reshape(-1)[0]
-    same = array.size == 1 or bool(np.all(array == first))
-    return first if same else None
+    if not getattr(value, "is_fully_addressable", True):
+        return None
+    flat = np.asarray(value).reshape(-1)
+    same = all(item.tobytes() == flat[0].tobytes() for item in flat)  # the sign of zero counts
+    return flat[0] if same else None
 
 
 @dataclass(frozen=True, eq=False)

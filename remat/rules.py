@@ -7,8 +7,8 @@ In the order in which they are tried:
     `m1 & m2`: one mask instead of two (Gist and Echo binarise them separately).
 `relu_through_pool`
     The gradient of a max-pool of `relu(x)` is masked with `x > 0` after it was scattered. An element that a window
-    selects equals the window's result, so the cotangent can be masked with the result before it is scattered: the
-    mask is then read off a value that the next layer keeps anyway.
+    selects equals the window's result, so the cotangent can be masked with the result before it is scattered, by
+    codes as in `pool_codes`: the mask is then read off a value that the next layer keeps anyway.
 `pool_codes`
     The gradient of a max-pool reads the pool's whole operand to find again which element was the largest. The
     forward pass makes the element's number within its window instead: 2 bits for 2 x 2 (Gist's relu-pool encoding;
@@ -18,20 +18,20 @@ In the order in which they are tried:
     output-activated relu of In-Place ABN and MONeT). What a mask and a value are conditions on is compared
     symbolically, so relu followed by dropout and a scaling is seen through.
 
-All are exact: the same gradients, bit for bit, where sums have one order (`remat.pooling.is_exact`). For a pooling
-window with a NaN in it `relu_through_pool` lets the cotangent through.
+All are exact: the same gradients, bit for bit, NaNs and infinities included, where sums have one order
+(`remat.pooling.is_exact`) and XLA rounds the other operators of both programs alike.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat import pooling
 from remat.program import Atom, Equation, is_inexact
@@ -42,6 +42,14 @@ __all__ = ["RULES"]
 # What a condition is made of: ("bool", value id) or ("positive", value id).
 Condition = frozenset[tuple[str, int]]
 _DEPTH = 16
+# Floats that have both zeros and every number of those they are wider than.
+_WIDER = {
+    "float16": ("float16", "float32", "float64"),
+    "bfloat16": ("bfloat16", "float32", "float64"),
+    "float32": ("float32", "float64"),
+    "float64": ("float64",),
+}
+_PLAIN_FLOATS = frozenset(_WIDER)
 
 
 def _joint_masks(view: View) -> Iterator[tuple[int, Edit]]:
@@ -102,39 +110,41 @@ def _masking(view: View, equation: Equation) -> int | None:
 
 
 def _zero_keeping(view: View, atom: Atom) -> Equation | None:
-    """The equation of `x / k`, `x * k` or a cast: what maps positive zero to positive zero."""
-    equation = view.by(atom, "div", "mul", "convert_element_type")
-    if equation is None:
+    """The equation of `x / k`, `x * k` or a cast of floats: what maps positive zero to positive zero."""
+    equation = view.by(atom, "convert_element_type")
+    if equation is not None:
+        dtypes = [view.aval(a).dtype for a in (equation.inputs[0], atom)]
+        return equation if all(str(dtype) in _PLAIN_FLOATS for dtype in dtypes) else None
+    equation = view.by(atom, "div", "mul")
+    scaling = _scaling(view, equation) if equation is not None else None
+    return equation if scaling is not None and scaling[1] > 0 else None
+
+
+def _scaling(view: View, equation: Equation) -> tuple[int, Any] | None:
+    """What `x / k` or `x * k` scales, and the finite number it does it by; floats only: integers wrap around."""
+    if str(view.aval(equation.outputs[0]).dtype) not in _PLAIN_FLOATS:
         return None
-    if name_of(equation) == "convert_element_type":
-        kinds = {
-            jnp.issubdtype(view.aval(a).dtype, jnp.floating) for a in (equation.inputs[0], atom)
-        }
-        return equation if kinds == {True} else None
-    factor = view.scalar(_factor(view, equation))
-    positive = factor is not None and math.isfinite(factor) and factor > 0
-    return equation if positive and isinstance(_scaled(view, equation), int) else None
+    value, factor = equation.inputs
+    if name_of(equation) == "mul" and view.scalar(value) is not None:
+        value, factor = factor, value
+    number = view.scalar(factor)
+    known = number is not None and bool(np.isfinite(number)) and isinstance(value, int)
+    return (value, number) if known and isinstance(value, int) else None
 
 
 def _scaled(view: View, equation: Equation) -> Atom:
-    first, *rest = equation.inputs
-    if name_of(equation) == "mul" and view.scalar(first) is not None:
-        return rest[0]
-    return first
-
-
-def _factor(view: View, equation: Equation) -> Atom:
-    first, second = equation.inputs
-    if name_of(equation) == "mul" and view.scalar(first) is not None:
-        return first
-    return second
+    """What a scaling or a cast is applied to."""
+    scaling = None if name_of(equation) == "convert_element_type" else _scaling(view, equation)
+    return equation.inputs[0] if scaling is None else scaling[0]
 
 
 def _again(view: View, equation: Equation, value: Any) -> Any:
     """Applies a scaling or a cast to another value."""
     if name_of(equation) == "convert_element_type":
         return jax.lax.convert_element_type(value, view.program.avals[equation.outputs[0]].dtype)
-    factor = jnp.asarray(view.scalar(_factor(view, equation)), value.dtype)
+    scaling = _scaling(view, equation)
+    assert scaling is not None
+    factor = jnp.asarray(scaling[1], value.dtype)
     return value / factor if name_of(equation) == "div" else value * factor
 
 
@@ -151,26 +161,38 @@ def _relus_through_pools(view: View) -> Iterator[tuple[int, Edit]]:
         if result is None or _condition_of_mask(view, mask) != _positive(view, operand):
             continue
 
-        def compute(ct: Any, pooled: Any, values: Any, *, pool: Equation = pool) -> list[Any]:
-            zero = jnp.zeros_like(ct)
-            # Not `pooled > 0`: a NaN in the window must not make a gradient vanish.
-            masked = jax.lax.select(pooled <= 0, zero, ct)
-            return [_bound(pool, masked, values)]
+        geometry = _geometry(pool)
+
+        def compute(ct: Any, pooled: Any, values: Any, *, at: _Geometry = geometry) -> list[Any]:
+            codes = pooling.window_codes(values, *at, positive=True)
+            # The element that a window selects equals its result and is masked as that is, but for windows with
+            # a NaN, whose codes tell.
+            stays = jnp.where(jnp.isnan(pooled), codes != 0, pooled > 0)
+            masked = jax.lax.select(stays, ct, jnp.zeros_like(ct))
+            return [pooling.scatter_by_codes(masked, codes, values.shape, *at)]
 
         reads = (cotangent, result, operand)
         yield outer.outputs[0], Edit((outer.outputs[0],), compute, reads, outer)
 
 
-def _bound(equation: Equation, *operands: Any) -> Any:
-    eqn = equation.source
-    return eqn.primitive.bind(*operands, **eqn.params)
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
+
+
+def _geometry(scatter: Equation) -> _Geometry:
+    """Window, strides and padding."""
+    params = scatter.source.params
+    return (
+        tuple(params["window_dimensions"]),
+        tuple(params["window_strides"]),
+        tuple(params["padding"]),
+    )
 
 
 def _pooled(view: View, scatter: Equation) -> int | None:
     """The result of the pool whose gradient an equation is."""
     keys = ("window_dimensions", "window_strides", "padding")
     operand = scatter.inputs[1]
-    if not isinstance(operand, int):
+    if not isinstance(operand, int) or not _is_max_pool(view, scatter):
         return None
     for user in view.users.get(operand, ()):
         params = user.source.params
@@ -182,31 +204,29 @@ def _pooled(view: View, scatter: Equation) -> int | None:
     return None
 
 
+def _is_max_pool(view: View, scatter: Equation) -> bool:
+    """Whether a scatter is the gradient of a maximum that `remat.pooling` does exactly.
+
+    Where windows overlap that means XLA:CPU's order of sums; XLA:GPU's own scatter has none.
+    """
+    params, dtype = scatter.source.params, view.aval(scatter.inputs[1]).dtype
+    return pooling.supported(params, dtype) is None and pooling.is_exact(dtype, params)
+
+
 def _pool_codes(view: View) -> Iterator[tuple[int, Edit]]:
     for scatter in view.program.equations:
         if name_of(scatter) != "select_and_scatter_add":
             continue
         cotangent, operand = scatter.inputs
-        params = scatter.source.params
-        window = tuple(params["window_dimensions"])
-        strides, padding = tuple(params["window_strides"]), tuple(params["padding"])
-        select = params.get("select_prim")
-        ge = select is None or getattr(select, "name", "") == "ge"
-        known = isinstance(operand, int) and view.forward(operand) and ge
-        dtype = view.aval(operand).dtype
-        if not known or pooling.supported(params, dtype) or not pooling.is_exact(dtype, params):
+        if not isinstance(operand, int) or not view.forward(operand):
             continue
+        if not _is_max_pool(view, scatter):
+            continue
+        geometry = _geometry(scatter)
 
-        def compute(
-            ct: Any,
-            values: Any,
-            *,
-            window: Any = window,
-            strides: Any = strides,
-            pad: Any = padding,
-        ) -> list[Any]:
-            codes = pooling.window_codes(values, window, strides, pad)
-            return [pooling.scatter_by_codes(ct, codes, values.shape, window, strides, pad)]
+        def compute(ct: Any, values: Any, *, at: _Geometry = geometry) -> list[Any]:
+            codes = pooling.window_codes(values, *at)
+            return [pooling.scatter_by_codes(ct, codes, values.shape, *at)]
 
         yield (
             scatter.outputs[0],
@@ -260,9 +280,10 @@ def _condition_of_mask(view: View, mask: int, depth: int = _DEPTH) -> Condition:
         if name == "and" and all(isinstance(a, int) for a in inputs):
             parts = (_condition_of_mask(view, a, depth - 1) for a in inputs if isinstance(a, int))
             return frozenset().union(*parts)
-        larger, smaller = inputs if name == "gt" else (*inputs, *inputs)[1:3]
-        if name in ("gt", "lt") and isinstance(larger, int) and view.is_zero(smaller):
-            return _positive(view, larger, depth - 1)
+        if name in ("gt", "lt"):
+            larger, smaller = inputs if name == "gt" else reversed(inputs)
+            if isinstance(larger, int) and view.is_zero(smaller):
+                return _positive(view, larger, depth - 1)
     return frozenset({("bool", mask)})
 
 
@@ -287,15 +308,14 @@ def _positive(view: View, value: int, depth: int = _DEPTH) -> Condition:
         if mask is not None and isinstance(inner, int):
             return _condition_of_mask(view, mask, depth - 1) | _positive(view, inner, depth - 1)
     if name in ("div", "mul"):
-        factor = view.scalar(_factor(view, equation))
-        source = _scaled(view, equation)
-        if factor is not None and math.isfinite(factor) and isinstance(source, int):
+        scaling = _scaling(view, equation)
+        if scaling is not None:
+            source, factor = scaling
             grows = 0 < factor <= 1 if name == "div" else factor >= 1
             return _positive(view, source, depth - 1) if grows else whole
     if name == "convert_element_type" and isinstance(inputs[0], int):
         was, now = view.program.avals[inputs[0]].dtype, view.program.avals[value].dtype
-        floats = jnp.issubdtype(was, jnp.floating) and jnp.issubdtype(now, jnp.floating)
-        if floats and jnp.promote_types(was, now) == now:
+        if str(now) in _WIDER.get(str(was), ()):
             return _positive(view, inputs[0], depth - 1)
     if name == "copy" and isinstance(inputs[0], int):
         return _positive(view, inputs[0], depth - 1)

@@ -133,9 +133,14 @@ def test_nan_and_infinities_and_signed_zeros_stay(name: str) -> None:
     if name == "relu":
         _rewritten(lambda x, w: jax.nn.relu(x).reshape(4, 64) @ w, x, _x((64, 3), 2))
     else:
-        # A window with a NaN lets the cotangent of a masked relu through (remat.rules); the pool alone is exact.
         _rewritten(lambda x: _pool(x), x)
-        _rewritten(lambda x: _pool(jax.nn.relu(x)), jnp.nan_to_num(x, nan=1.0))
+        _, _, menu = _rewritten(lambda x: _pool(jax.nn.relu(x)), x)
+        assert [site.rule for site in menu.sites] == ["relu_through_pool"]
+        values = jnp.asarray([np.nan, -1.0, 0.0, 1.0, 2.0])
+        windows = jnp.stack(jnp.meshgrid(*[values] * 4, indexing="ij"), -1).reshape(25, 25, 2, 2)
+        every = windows.transpose(0, 2, 1, 3).reshape(1, 50, 50, 1)  # each window of these there is
+        _rewritten(lambda x: _pool(jax.nn.relu(x)), every)
+        _rewritten(lambda x: _pool(jax.nn.relu(x), 3, 2, "SAME"), every)
 
 
 def _conv(x: Any, k: Any) -> Any:
@@ -151,7 +156,7 @@ def test_a_pool_keeps_two_bits_per_window(dtype: Any) -> None:
     pooled = windows * jnp.dtype(dtype).itemsize
     assert _kept(changed) == pooled + 2 * windows // 8
     assert _kept(joint) >= 4 * pooled
-    assert [site.rule for site in menu.sites] == ["relu_through_pool", "pool_codes"]
+    assert [site.rule for site in menu.sites] == ["relu_through_pool"]
 
 
 def test_an_overlapping_pool_keeps_four_bits_per_window() -> None:
@@ -179,6 +184,46 @@ def test_what_may_underflow_is_left_alone() -> None:
         lambda x, w: (jax.nn.relu(x @ w) * 0.5) @ w, _x(), _x((WIDTH, WIDTH), 2)
     )
     assert menu.sites == ()
+
+
+def test_a_pool_of_minima_is_not_taken_for_one_of_maxima() -> None:
+    def fun(x: Any) -> Any:
+        y = jax.nn.relu(x)
+        window = ((1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        smallest = jax.lax.reduce_window(y, jnp.inf, jax.lax.min, *window)
+        largest = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, *window)
+        return jnp.sin(smallest) * jax.lax.stop_gradient(largest)
+
+    _, _, menu = _rewritten(fun, _x((2, 8, 8, 3)))
+    assert {site.rule for site in menu.sites} == {"mask_from_output"}
+
+
+def test_integers_wrap_around() -> None:
+    n = jnp.full((8, 8), 2**30, jnp.int32)
+
+    def fun(z: Any, w: Any) -> Any:
+        y = jnp.where(n > 0, jax.nn.relu(z), 0.0)
+        return jnp.tanh(y @ w) + jnp.where((n * 4 > 0) & (z > 0), jnp.sin(z) * z, 0.0)
+
+    _rewritten(fun, _x((8, 8)), _x((8, 8), 2))
+
+
+@pytest.mark.parametrize("kind", ["float8", "complex", "key"])
+def test_other_types_are_left_alone(kind: str) -> None:
+    first, second = jax.random.key(1), jax.random.key(2)
+
+    def fun(z: Any, w: Any) -> Any:
+        if kind == "float8":
+            return (z.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) * 2
+        if kind == "complex":
+            c = jnp.where(z > 0.3, jax.lax.complex(z, 2 * z) * (0.5 + 1j), 0)
+            return jnp.abs(c @ w.astype(c.dtype))
+        key = jnp.where(w[0, 0] > 0, first, second)
+        return jnp.tanh(jax.nn.relu(z * jax.random.uniform(key, z.shape)) @ w)
+
+    _rewritten(fun, _x((8, 8)), _x((8, 8), 2))
+    with jax.numpy_dtype_promotion("strict"):
+        _rewritten(lambda z, w: jax.nn.relu(z @ w).astype(jnp.bfloat16), _x((8, 8)), _x((8, 8), 2))
 
 
 def test_sites_have_the_same_names_whatever_else_is_chosen() -> None:
