@@ -23,7 +23,7 @@ instead of being kept beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,14 +104,17 @@ def _kept(graph: Graph) -> frozenset[int]:
         saved |= {origin} if whole <= parts else made
     saved -= graph.sources
     there = saved | graph.sources | constant
-    compared = {
-        value
-        for value in saved
-        if (op := _maker(graph, value)) is not None
-        and op.name in _COMPARISONS
-        and all(v in there for v in op.inputs)
-    }
+    compared = {v for v in saved if _is_compared(graph, v, there - {v})}
     return required_saves(graph, frozenset(saved - compared))
+
+
+def _is_compared(graph: Graph, value: int, there: Collection[int], depth: int = 4) -> bool:
+    """Whether a mask is made, by a few comparisons, of values that are there."""
+    op = _maker(graph, value)
+    if op is None or depth == 0 or graph.values[value].dtype != "bool":
+        return False
+    known = op.name in _COMPARISONS or op.name == "select_n"
+    return known and all(v in there or _is_compared(graph, v, there, depth - 1) for v in op.inputs)
 
 
 def _made_of_nothing(graph: Graph) -> frozenset[int]:
