@@ -73,7 +73,6 @@ POLICY_TABLE: tuple[PolicyRow, ...] = (
     PolicyRow("ilp", "ilp", Ilp, label_free=False),
     PolicyRow("monet", "monet", Monet, label_free=False),
     PolicyRow("gist", "gist", Gist),
-    PolicyRow("gist-lossy", "gist", lambda: Gist(precision="float16", sparse=0.5)),
     PolicyRow("auto", "auto", Auto),
 )
 
