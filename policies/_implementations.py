@@ -26,15 +26,9 @@ _MANY_SITES = 16
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """A problem with implementations, and what its nodes and choices stand for.
-
-    Attributes:
-        problem: one node per buffer of any rewrite; a choice's `sites` are names of sites.
-        keys: what every node stands for: the values it makes, by names that hold in every rewrite.
-    """
+    """A problem with implementations: one node per buffer of any rewrite; a choice's `sites` are names of sites."""
 
     problem: ChoiceProblem
-    keys: tuple[str, ...]
 
     def sites(self, selection: Sequence[int]) -> frozenset[str]:
         """Returns the sites that a selection stands for, of the nodes that run."""
@@ -112,7 +106,7 @@ def merged_problem(
         in_place=targets,
         required=[entries[key].is_root for key in order],
     )
-    return Merged(problem, tuple(order))
+    return Merged(problem)
 
 
 def _groups(sites: Sequence[Site]) -> list[frozenset[str]]:

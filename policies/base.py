@@ -106,20 +106,20 @@ def check_implementations(policy: str, given: object) -> None:
         )
 
 
-def choose_sites(policy: object, menu: Alternatives, budget: int | float | None) -> frozenset[str]:
+def choose_sites(policy: object, menu: Alternatives, budget_bytes: int | None) -> frozenset[str]:
     """Returns the sites at which a policy wants the graph rewritten before it plans it.
 
-    A policy with a method `sites_for(menu, budget)` decides itself; one with a field `implementations` names them;
-    others plan the graph as it is.
+    A policy with a method `sites_for(menu, budget_bytes)` decides itself; one with a field `implementations` names
+    them; others plan the graph as it is.
 
     Args:
         policy: any policy.
         menu: what there is.
-        budget: bytes, a fraction of the peak without rematerialization, or None.
+        budget_bytes: what plans have to fit in, None for no limit.
     """
     decide = getattr(policy, "sites_for", None)
     if decide is not None:
-        return decide(menu, budget)
+        return decide(menu, budget_bytes)
     wanted: Implementations = getattr(policy, "implementations", "none")
     if wanted == "none":
         return frozenset()

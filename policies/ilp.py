@@ -40,7 +40,6 @@ from typing import ClassVar, Literal, Protocol
 from remat.devices import get_device
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations
-from remat.memory import peak_bytes
 from remat.policies._chains import solve_chain
 from remat.policies._ilp_cut import cut_bound
 from remat.policies._joint_bound import joint_bound
@@ -129,23 +128,21 @@ class Ilp:
         get_device(self.device)
         check_implementations("Ilp", self.implementations)
 
-    def shortlist(
-        self, menu: Alternatives, budget: int | float | None
-    ) -> tuple[frozenset[str], ...]:
+    def shortlist(self, menu: Alternatives, budget_bytes: int | None) -> tuple[frozenset[str], ...]:
         """Returns sets of sites to plan with: those wanted, and none where the starts come close to them.
 
         A rewrite can make a plan dearer: what it reads instead may have to stay a little longer.
 
         Args:
             menu: what there is.
-            budget: bytes, a fraction of the peak without rematerialization, or None.
+            budget_bytes: what plans have to fit in, None for no limit.
         """
-        wanted, nothing = choose_sites(self, menu, budget), frozenset[str]()
-        plain = menu.graph(nothing)
-        if not wanted or budget is None or plain.multiplicity > 1:
+        wanted, nothing = choose_sites(self, menu, budget_bytes), frozenset[str]()
+        if not wanted or budget_bytes is None or menu.graph(nothing).multiplicity > 1:
             return (wanted,)
-        limit = int(budget * peak_bytes(plain)) if isinstance(budget, float) else budget
-        ours, theirs = (self.quick_cost(menu.graph(chosen), limit) for chosen in (wanted, nothing))
+        ours, theirs = (
+            self.quick_cost(menu.graph(chosen), budget_bytes) for chosen in (wanted, nothing)
+        )
         return (wanted, nothing) if theirs <= _CLOSE * ours < math.inf else (wanted,)
 
     def quick_cost(self, graph: Graph, budget_bytes: int) -> float:

@@ -36,7 +36,6 @@ from typing import ClassVar
 
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
-from remat.memory import peak_bytes
 from remat.policies._implementations import merged_problem
 from remat.policies._monet_solve import solve_monet
 from remat.policies.base import (
@@ -94,18 +93,16 @@ class Monet:
             implementations="none",
         )
 
-    def sites_for(self, menu: Alternatives, budget: int | float | None) -> frozenset[str]:
+    def sites_for(self, menu: Alternatives, budget: int | None) -> frozenset[str]:
         """Returns the sites whose rewrites give the cheapest plan within the budget, as far as starts tell."""
         return self.shortlist(menu, budget)[0]
 
-    def shortlist(
-        self, menu: Alternatives, budget: int | float | None
-    ) -> tuple[frozenset[str], ...]:
+    def shortlist(self, menu: Alternatives, budget: int | None) -> tuple[frozenset[str], ...]:
         """Returns sets of sites to plan with, the most promising first; no rewrite at all is among them.
 
         Args:
             menu: what there is.
-            budget: bytes, a fraction of the peak without rematerialization, or None.
+            budget: bytes that plans have to fit in, None for no limit.
         """
         nothing = frozenset[str]()
         if self.implementations == "none":
@@ -119,8 +116,6 @@ class Monet:
             return (operators | wanted_sites(inside, "all"), nothing)
         if not sites and not operators:
             return (nothing,)
-        if isinstance(budget, float):
-            budget = int(budget * peak_bytes(plain))
         candidates = dict.fromkeys(_candidates(sites))
         if operators:
             candidates |= dict.fromkeys(operators | chosen for chosen in _candidates(inside))

@@ -432,11 +432,11 @@ class BudgetSession(SteadyPlanner):
 
         Where it is undecided and there are no loops, each of its choices is planned and the cheapest plan kept.
         """
+        limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
         shortlist = getattr(self.policy, "shortlist", None)
         if shortlist is None or self.bodies:
-            return choose_sites(self.policy, menu, self.limit)
-        found: Sequence[frozenset[str]] = shortlist(menu, self.limit)
-        limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
+            return choose_sites(self.policy, menu, limit)
+        found: Sequence[frozenset[str]] = shortlist(menu, limit)
         planned: list[tuple[float, int]] = []
         for index, chosen in enumerate(found):
             graph = menu.graph(chosen)

@@ -22,7 +22,7 @@ from remat import _compat, operator_substitution
 from remat.encode import decode, encode
 from remat.errors import DifferentiationError
 from remat.forms import form_of
-from remat.graph import Graph, Implementations, Op, Site
+from remat.graph import Graph, Implementations, Op, Site, Value
 from remat.operators import implementations
 from remat.plan import LoopPlan, Plan, Step
 from remat.planner import NO_CHUNKS, Planner, rest_of
@@ -133,6 +133,11 @@ def _concrete(values: Sequence[Any]) -> bool:
     return _compat.top_level_trace() and not any(map(_compat.is_tracer, values))
 
 
+def _lowest(value: Value) -> int:
+    """The smallest value an integer can have: codes count from it."""
+    return value.range[0] if value.range is not None else 0
+
+
 class _Machine:
     """Executes schedule steps in the current trace."""
 
@@ -160,15 +165,15 @@ class _Machine:
 
     def _encode(self, step: Step) -> None:
         value = self.graph.values[step.target]
-        offset = value.range[0] if value.range is not None else 0
-        self.bits[step.target] = encode(form_of(value), self.env[step.target], offset=offset)
+        self.bits[step.target] = encode(
+            form_of(value), self.env[step.target], offset=_lowest(value)
+        )
 
     def _decode(self, step: Step) -> None:
         value = self.graph.values[step.target]
         aval = self.joint.program.avals[step.target]
-        offset = value.range[0] if value.range is not None else 0
         self.env[step.target] = decode(
-            form_of(value), self.bits[step.target], aval.shape, aval.dtype, offset=offset
+            form_of(value), self.bits[step.target], aval.shape, aval.dtype, offset=_lowest(value)
         )
 
     def _drop(self, step: Step) -> None:

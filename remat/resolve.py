@@ -76,8 +76,8 @@ class PolicyPlanner(SteadyPlanner):
         return self
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
-        """Returns the sites that the policy wants."""
-        return choose_sites(self.policy, menu, self.budget)
+        """Returns the sites that the policy wants; one that plans within a budget has a session instead."""
+        return choose_sites(self.policy, menu, None)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a graph."""

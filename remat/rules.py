@@ -128,7 +128,7 @@ def _scaling(view: View, equation: Equation) -> tuple[int, Any] | None:
     if name_of(equation) == "mul" and view.scalar(value) is not None:
         value, factor = factor, value
     number = view.scalar(factor)
-    known = number is not None and bool(np.isfinite(number)) and isinstance(value, int)
+    known = number is not None and bool(np.isfinite(number))
     return (value, number) if known and isinstance(value, int) else None
 
 
@@ -274,13 +274,13 @@ def _kept_anyway(view: View, value: int) -> bool:
 
 def _condition_of_mask(view: View, mask: int, depth: int = _DEPTH) -> Condition:
     """What has to hold for a mask to be true, as a conjunction."""
-    equation = view.by(mask, "and", "gt", "lt", "copy")
+    equation = view.by(mask, "and", "gt", "lt")
     if equation is not None and depth > 0:
         name, inputs = name_of(equation), equation.inputs
         if name == "and" and all(isinstance(a, int) for a in inputs):
             parts = (_condition_of_mask(view, a, depth - 1) for a in inputs if isinstance(a, int))
             return frozenset().union(*parts)
-        if name in ("gt", "lt"):
+        if name != "and":
             larger, smaller = inputs if name == "gt" else reversed(inputs)
             if isinstance(larger, int) and view.is_zero(smaller):
                 return _positive(view, larger, depth - 1)
