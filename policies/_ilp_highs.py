@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.policies._ilp_rows import Rows
+from remat.policies._interrupt import Keyboard
 
 __all__ = ["LpOutcome", "MipOutcome", "Stop", "run_lp", "run_mip"]
 
@@ -57,37 +55,26 @@ class _Interrupt:
     """Whether to stop: asked for by the caller's `stop`, or by Ctrl-C while HiGHS runs."""
 
     def __init__(self, stop: Stop | None) -> None:
-        self.stop = stop
-        self.requested = False
+        self.keyboard = Keyboard()
+        self.stop = self.keyboard.stops(stop)
+        self.stopped = False
         self.error: Exception | None = None
 
+    @property
+    def requested(self) -> bool:
+        return self.stopped or self.keyboard.pressed
+
+    def fail(self, error: Exception) -> None:
+        """Stops for an error, which must not pass through the solver's C++ frames."""
+        self.error, self.stopped = error, True
+
     def __call__(self) -> bool:
-        if not self.requested and self.stop is not None:
+        if not self.stopped:
             try:
-                self.requested = bool(self.stop())
-            except Exception as error:  # must not pass through the solver's C++ frames
-                self.error, self.requested = error, True
-        return self.requested
-
-    @contextmanager
-    def keyboard(self) -> Iterator[None]:
-        """Turns Ctrl-C into a request, where that is possible: in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-        if before is None:  # installed by something that is not Python: leave it alone
-            yield
-            return
-
-        def note(_signal: int, _frame: Any) -> None:
-            self.requested = True
-
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+                self.stopped = bool(self.stop())
+            except Exception as error:
+                self.fail(error)
+        return self.stopped
 
 
 def _solver(seconds: float, threads: int) -> highspy.Highs:
@@ -145,7 +132,7 @@ def run_mip(
                 try:
                     progress(out.mip_primal_bound, out.mip_dual_bound, out.running_time)
                 except Exception as error:
-                    interrupt.error, interrupt.requested = error, True
+                    interrupt.fail(error)
         elif interrupt():
             reply.user_interrupt = True
 
@@ -157,7 +144,7 @@ def run_mip(
         kinds.kCallbackMipLogging,
     ):
         highs.startCallback(kind)
-    with interrupt.keyboard():
+    with interrupt.keyboard.watched(raises=False):
         highs.run()
     if interrupt.error is not None:
         raise interrupt.error
@@ -207,7 +194,7 @@ def run_lp(
     highs.setCallback(callback, None)
     highs.startCallback(kinds.kCallbackSimplexInterrupt)
     highs.startCallback(kinds.kCallbackIpmInterrupt)
-    with interrupt.keyboard():
+    with interrupt.keyboard.watched(raises=False):
         highs.run()
     if interrupt.error is not None:
         raise interrupt.error

@@ -38,6 +38,7 @@ from remat.policies._ilp_stages import (
     relax_stages,
     without_idle_repeats,
 )
+from remat.policies._interrupt import Keyboard
 from remat.policies.problem import Problem, Replayed, replay
 
 __all__ = [
@@ -155,9 +156,7 @@ def solve_restricted(
             f"solve_restricted(seconds={seconds!r}, gap={gap!r}): expected numbers that are not negative"
         )
     search = _Search(problem, budget_bytes, seconds, gap, stop, progress, threads)
-    if start is not None:
-        search.offer(start, "the start")
-    return search.run()
+    return search.run(start)
 
 
 class _Search:
@@ -176,7 +175,9 @@ class _Search:
         self.problem, self.budget_bytes = problem, budget_bytes
         self.began = time.perf_counter()
         self.deadline = self.began + seconds
-        self.gap, self.stop, self.progress, self.threads = gap, stop, progress, threads
+        self.keyboard = Keyboard()
+        self.gap, self.stop = gap, self.keyboard.stops(stop)
+        self.progress, self.threads = progress, threads
         self.best: list[int] | None = None
         self.best_replayed: Replayed | None = None
         self.bound = 0.0  # of sequences of the structure
@@ -223,7 +224,7 @@ class _Search:
     def done(self) -> bool:
         if self.infeasible or self.interrupted or self.left <= 0:
             return True
-        if self.stop is not None and self.stop():
+        if self.stop():
             self.interrupted = True
             return True
         return self.proven
@@ -267,16 +268,20 @@ class _Search:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def run(self) -> Solved:
-        self.offer(self.problem.first_runs, "no repetition")
-        if self.best_cost <= 0:
-            return self.result()
+    def run(self, start: Sequence[int] | None) -> Solved:
         try:
-            cut = self._cuts()
-            if not self.done:
-                self._refine(cut)
-        except KeyboardInterrupt:  # between two runs of the solver, which has its own handler
+            with self.keyboard.watched(raises=True):  # between two runs of the solver
+                if start is not None:
+                    self.offer(start, "the start")
+                self.offer(self.problem.first_runs, "no repetition")
+                if self.best_cost <= 0:
+                    return self.result()
+                cut = self._cuts()
+                if not self.done:
+                    self._refine(cut)
+        except KeyboardInterrupt:
             self.interrupted = True
+        self.interrupted |= self.keyboard.pressed
         return self.result()
 
     def _cuts(self) -> CutBound:
@@ -346,7 +351,6 @@ class _Search:
             stages = relax_stages(base, checked, exact)
             model = build_staged(self.problem, limit, stages=stages)
             outcome = self._solve(model, self.left * _TIGHTER_SHARE, gap=max(self.gap, 0.02))
-            self.interrupted |= outcome.interrupted
             if outcome.values is None or self.interrupted:
                 return
             origin = f"relaxation at {limit} bytes, attempt {attempt + 1}"
@@ -385,7 +389,7 @@ class _Search:
         def report(_objective: float, bound: float, _seconds: float) -> None:
             self._report(max(self.bound, bound * model.unit))
 
-        return run_mip(
+        outcome = run_mip(
             model.rows,
             seconds=min(seconds, 1e9),
             gap=self.gap if gap is None else gap,
@@ -396,9 +400,10 @@ class _Search:
             threads=self.threads,
             target=self.bound / model.unit + 1e-7,
         )
+        self.interrupted |= outcome.interrupted
+        return outcome
 
     def _note_bound(self, model: StagedModel, outcome: MipOutcome, origin: str) -> None:
-        self.interrupted |= outcome.interrupted
         if outcome.infeasible:
             self.infeasible = True
             self.methods.append(f"infeasible: {origin}")

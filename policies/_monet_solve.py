@@ -17,6 +17,7 @@ from typing import get_args
 
 from remat.policies._ilp_highs import MipOutcome, Stop, run_mip
 from remat.policies._ilp_stages import Stage, relax_stages
+from remat.policies._interrupt import Keyboard
 from remat.policies._milp import SolveStatus, cut_bound, solve_restricted
 from remat.policies._monet_model import LocalMemory, MonetModel, Plan, build_monet, monet_stages
 from remat.policies.choice import ChoiceProblem, replay_choices
@@ -141,7 +142,8 @@ class _Search:
         self.deadline = self.began + seconds
         self.gap, self.in_place = gap, in_place
         self.local_memory: LocalMemory = local_memory
-        self.stop, self.progress, self.threads = stop, progress, threads
+        self.keyboard = Keyboard()
+        self.stop, self.progress, self.threads = self.keyboard.stops(stop), progress, threads
         self.plan: Plan | None = None
         self.replayed: Replayed | None = None
         self.relaxed = problem.relaxed(in_place=in_place)
@@ -186,21 +188,23 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        if not self.interrupted and self.stop is not None and self.stop():
+        if not self.interrupted and self.stop():
             self.interrupted = True
         return self.infeasible or self.interrupted or self.left <= 0 or self.proven
 
     def run(self) -> SolvedChoice:
         try:
-            for selection in _selections(self.problem):
-                self.offer((selection, self.problem.active(selection)), "no repetition")
-            if self.local_memory == "tight" and not self.done:
+            with self.keyboard.watched(raises=True):  # between two runs of the solver
                 for selection in _selections(self.problem):
-                    self._schedule(selection)
-                self._refine()
-            self._whole()
-        except KeyboardInterrupt:  # between two runs of the solver, which has its own handler
+                    self.offer((selection, self.problem.active(selection)), "no repetition")
+                if self.local_memory == "tight" and not self.done:
+                    for selection in _selections(self.problem):
+                        self._schedule(selection)
+                    self._refine()
+                self._whole()
+        except KeyboardInterrupt:
             self.interrupted = True
+        self.interrupted |= self.keyboard.pressed
         return self._result()
 
     def _schedule(self, selection: tuple[int, ...]) -> None:

@@ -46,6 +46,7 @@ from typing import Any, Literal
 import numpy as np
 
 from remat.policies import _search_kernel as plain
+from remat.policies._interrupt import Keyboard
 from remat.policies.problem import Ints, Problem, replay
 
 __all__ = ["Ended", "Found", "SearchState", "is_compilable", "renumbered", "search"]
@@ -304,32 +305,46 @@ def _anneal(
     stop: Callable[[], bool] | None,
     progress: Callable[[SearchState], None] | None,
 ) -> Ended:
+    """Runs the rounds until one of the limits, or Ctrl-C; returns why it ended."""
+    keyboard = Keyboard()
+    try:
+        with keyboard.watched(raises=True):
+            ended = _run_rounds(walk, clock, warmth, keyboard.stops(stop), progress)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "interrupted" if keyboard.pressed else ended
+
+
+def _run_rounds(
+    walk: _Walk,
+    clock: _Clock,
+    warmth: float,
+    stop: Callable[[], bool],
+    progress: Callable[[SearchState], None] | None,
+) -> Ended:
     """Runs the rounds in slices; returns why it ended."""
     whole = sum(share for share, _ in _ROUNDS)
     reached = 0.0
-    try:
-        for index, (share, heat) in enumerate(_ROUNDS):
-            begin, reached = reached, reached + share / whole
-            if index:
-                walk.load(walk.kept)
-            while (spent := clock.spent()) < reached:
-                walk.cool(warmth * heat, min(1.0, (spent - begin) / (reached - begin)))
-                before = time.perf_counter()
-                wanted = clock.next_slice()
-                if wanted <= 0:
-                    break
-                done = walk.run(wanted)
-                clock.ran(done, time.perf_counter() - before)
-                if done < wanted:
-                    walk.grow()
-                if walk.has_no_repetition():
-                    return "optimal"
-                if progress is not None:
-                    progress(walk.state(clock, index))
-                if stop is not None and stop():
-                    return "stopped"
-    except KeyboardInterrupt:
-        return "interrupted"
+    for index, (share, heat) in enumerate(_ROUNDS):
+        begin, reached = reached, reached + share / whole
+        if index:
+            walk.load(walk.kept)
+        while (spent := clock.spent()) < reached:
+            walk.cool(warmth * heat, min(1.0, (spent - begin) / (reached - begin)))
+            before = time.perf_counter()
+            wanted = clock.next_slice()
+            if wanted <= 0:
+                break
+            done = walk.run(wanted)
+            clock.ran(done, time.perf_counter() - before)
+            if done < wanted:
+                walk.grow()
+            if walk.has_no_repetition():
+                return "optimal"
+            if progress is not None:
+                progress(walk.state(clock, index))
+            if stop():
+                return "stopped"
     return "seconds" if clock.proposals is None else "proposals"
 
 

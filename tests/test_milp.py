@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import json
 import math
@@ -415,6 +416,33 @@ def test_keyboard_interrupt_keeps_the_best(delay_seconds: float) -> None:
     assert solved.interrupted
     assert reports
     assert all(bound <= cost for cost, bound, _ in reports)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_keyboard_interrupt_in_a_finaliser_is_not_lost() -> None:
+    """Python ignores exceptions of garbage collection's callbacks, KeyboardInterrupt too, and jax has one."""
+    problem = chain_a(32)
+    best = solve_restricted(problem, 3).sequence
+    pressed: list[str] = []
+
+    def collected(phase: str, _info: object) -> None:
+        if not pressed:
+            pressed.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
+    def progress(cost: float, bound: float, seconds: float) -> None:
+        if collected not in gc.callbacks:
+            gc.callbacks.append(collected)
+            gc.collect()
+
+    try:
+        solved = solve_restricted(problem, 5, start=best, seconds=60, progress=progress)
+    finally:
+        gc.callbacks.remove(collected)
+    assert pressed
+    check(problem, 5, solved)
+    assert solved.interrupted
+    assert solved.solve_seconds < 30
 
 
 def test_errors_of_callbacks_come_out() -> None:
