@@ -582,23 +582,23 @@ class _Rounds:
         self.smallest = least
         self.smallest_setting = _Setting()
         self.tried: dict[_Setting, Plan | None] = {}
-        self.peaks: dict[
-            int, int
-        ] = {}  # by what the loops need, without a limit for what is outside
+        # Of the last plan without a limit for what is outside: its peaks beyond what the loops keep, and need.
+        self.beside_kept = self.beside_needed = 0
         self._note(_Setting(), least)
 
     def _note(self, setting: _Setting, plan: Plan | None) -> None:
         self.last = setting
         options = self._options(setting)
         if plan is not None and setting.choice is not None:
-            found = zip(options, self.paths, strict=True)
-            if not all(_as_meant(option, path, plan.loops) for option, path in found):
+            planned = zip(options, self.paths, strict=True)
+            if not all(_as_meant(option, path, plan.loops) for option, path in planned):
                 plan = None
         self.tried[setting] = plan
         if plan is None or setting.within is not None:
             return
-        needed = needed_bytes(options)
-        self.peaks[needed] = max(plan.peak_bytes, self.peaks.get(needed, 0))
+        found = predict(plan.graph, plan.schedule, loops=plan.loops)
+        self.beside_kept = found.outside_peak_bytes - _kept_bytes(options)
+        self.beside_needed = found.loop_peak_bytes - needed_bytes(options)
         if plan.peak_bytes < self.smallest.peak_bytes:
             self.smallest, self.smallest_setting = plan, setting
 
@@ -627,10 +627,16 @@ class _Rounds:
         """Tries the fastest ways to run the loops that should fit, with a minimum cut outside."""
         yield from self._try(_Setting(), limit)
         excluded: set[tuple[int, ...]] = set()
+        fitted = self.best is not None
         for _ in range(_ROUNDS - 1):
             # With a setting in hand the estimate may be a little off: what does not fit is excluded.
-            hoped = limit if self.best is None else int(_HOPE * limit)
-            choice = choose_options(self.menus, self._affordable(hoped), excluded)
+            hoped = int(_HOPE * limit) if fitted else limit
+            choice = choose_options(
+                self.menus,
+                hoped - self.beside_needed,
+                excluded,
+                kept_bytes=hoped - self.beside_kept,
+            )
             if choice is None:
                 break
             setting = _Setting(choice)
@@ -642,26 +648,13 @@ class _Rounds:
             if seconds >= self.best_seconds:
                 break
             excluded.add(choice)
-            yield from self._try(setting, limit)
+            plan = yield from self._try(setting, limit)
+            fitted = plan is not None and plan.peak_bytes <= limit
         if self.best is None:
             yield from self._try(_Setting(self._least_choice()), limit)
 
     def _least_choice(self) -> tuple[int, ...]:
         return tuple(0 for _ in self.menus)
-
-    def _affordable(self, peak: int) -> int:
-        """The most that loops may need for a predicted peak: between what was tried, on a straight line."""
-        points = sorted(self.peaks.items())
-        below = [point for point in points if point[1] <= peak]
-        if not below:
-            needed, found = points[0]
-            return needed - (found - peak)
-        needed, found = below[-1]
-        above = [point for point in points if point[0] > needed]
-        if not above:
-            return needed + peak - found
-        share = (peak - found) / (above[0][1] - found)
-        return needed + int(share * (above[0][0] - needed))
 
     def outside(self, limit: int, setting: _Setting) -> Generator[_Setting, Plan | None, None]:
         """Plans what is outside within what the loops of a setting leave."""
@@ -681,6 +674,10 @@ class _Rounds:
         """Takes what was tried and fits, if only without a margin."""
         for setting in list(self.tried):
             yield from self._try(setting, limit)
+
+
+def _kept_bytes(options: Sequence[LoopOption]) -> int:
+    return sum(option.kept_bytes for option in options)
 
 
 def _outside_peak(plan: Plan) -> int:

@@ -364,6 +364,8 @@ def choose_options(
     menus: Sequence[Sequence[LoopOption]],
     budget_bytes: int,
     excluded: Collection[tuple[int, ...]] = (),
+    *,
+    kept_bytes: float = math.inf,
 ) -> tuple[int, ...] | None:
     """Returns for every loop the option to take: the least time within a budget, None if nothing fits.
 
@@ -375,6 +377,7 @@ def choose_options(
         menus: ways to run every loop.
         budget_bytes: bound on `needed_bytes`.
         excluded: choices not to make.
+        kept_bytes: bound on what all loops keep, whatever they work in: where the peak is not in a loop.
     """
     if math.prod(len(menu) for menu in menus) <= _FEW_COMBINATIONS:
         fitting = [
@@ -385,6 +388,7 @@ def choose_options(
                 options := [menu[index] for menu, index in zip(menus, choice, strict=True)]
             )
             <= budget_bytes
+            and sum(option.kept_bytes for option in options) <= kept_bytes
         ]
         return min(fitting)[1] if fitting else None
     limits = sorted({option.working_bytes for menu in menus for option in menu})
@@ -395,14 +399,14 @@ def choose_options(
     found = [
         entry
         for limit in limits
-        for entry in _knapsack(menus, limit, budget_bytes - limit)
+        for entry in _knapsack(menus, limit, min(budget_bytes - limit, kept_bytes))
         if entry[1] not in excluded
     ]
     return min(found)[1] if found else None
 
 
 def _knapsack(
-    menus: Sequence[Sequence[LoopOption]], working_bytes: int, kept_bytes: int
+    menus: Sequence[Sequence[LoopOption]], working_bytes: int, kept_bytes: float
 ) -> list[tuple[float, tuple[int, ...]]]:
     """Seconds and choice of all that is not worse in both bytes kept and seconds than another."""
     front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]

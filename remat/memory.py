@@ -197,12 +197,16 @@ class Prediction:
             kernel may write into one of its operands.
         step: index of the schedule step at the peak, -1 if nothing is ever alive.
         held_in_results_bytes: bytes alive at the peak that lie in results not yet written.
+        loop_peak_bytes: the peak while a loop runs, its body included; 0 without loops.
+        outside_peak_bytes: the peak while none runs. `peak_bytes` is the larger of the two.
     """
 
     peak_bytes: int
     at_peak: tuple[Buffer, ...]
     step: int
     held_in_results_bytes: int
+    loop_peak_bytes: int
+    outside_peak_bytes: int
 
 
 class _LoopPlan(Protocol):
@@ -1240,6 +1244,8 @@ class _Timeline:
 
     order: list[_Kernel]
     peak_bytes: int
+    loop_peak_bytes: int
+    outside_peak_bytes: int
     at: int
     outside: list[_Range]
     inside: list[_Range]
@@ -1263,6 +1269,8 @@ def _predict(program: _Program) -> Prediction:
         at_peak=tuple(sorted(listed, key=lambda b: (-b.nbytes, b.value))),
         step=node.step if node is not None else -1,
         held_in_results_bytes=sum(r.nbytes for r in found.inside if _covers(r, at)),
+        loop_peak_bytes=found.loop_peak_bytes,
+        outside_peak_bytes=found.outside_peak_bytes,
     )
 
 
@@ -1275,13 +1283,19 @@ def _timeline(program: _Program, layout: _Layout) -> _Timeline:
         change[start] -= nbytes
         change[start + 1] += nbytes
     peak, at, alive = 0, -1, 0
+    in_loops = elsewhere = 0
     for position, kernel in enumerate(order):
         alive += change[position]
         working = program.nodes[kernel.node].working
         total = alive + (working.peak_bytes if working else 0)
         if total > peak:
             peak, at = total, position
-    return _Timeline(order, peak, at, outside, [ranges[i] for i in sorted(places)])
+        if working:
+            in_loops = max(in_loops, total)
+        else:
+            elsewhere = max(elsewhere, total)
+    inside = [ranges[i] for i in sorted(places)]
+    return _Timeline(order, peak, in_loops, elsewhere, at, outside, inside)
 
 
 def _changes(ranges: Iterable[_Range], length: int) -> list[int]:

@@ -142,16 +142,29 @@ def cost(menus: list[list[LoopOption]], choice: tuple[int, ...]) -> float:
     return sum(option.seconds for option in taken(menus, choice))
 
 
-@given(seed=st.integers(0, 2**20), budget=st.integers(-50, 12_000), banned=st.integers(0, 4))
+@given(
+    seed=st.integers(0, 2**20),
+    budget=st.integers(-50, 12_000),
+    banned=st.integers(0, 4),
+    bound=st.one_of(st.just(math.inf), st.integers(0, 8_000)),
+)
 @laws(300)
-def test_the_choice_equals_that_of_brute_force(seed: int, budget: int, banned: int) -> None:
+def test_the_choice_equals_that_of_brute_force(
+    seed: int, budget: int, banned: int, bound: float
+) -> None:
     rng = random.Random(seed)
     menus = [menu_of(rng, 5) for _ in range(rng.randint(1, 3))]
     every = list(itertools.product(*(range(len(menu)) for menu in menus)))
     excluded = set(rng.sample(every, min(banned, len(every))))
     assert all(needed_bytes(taken(menus, c)) == need(menus, c) for c in every)
-    fitting = [c for c in every if c not in excluded and need(menus, c) <= budget]
-    chosen = choose_options(menus, budget, excluded)
+    fitting = [
+        c
+        for c in every
+        if c not in excluded
+        and need(menus, c) <= budget
+        and sum(option.kept_bytes for option in taken(menus, c)) <= bound
+    ]
+    chosen = choose_options(menus, budget, excluded, kept_bytes=bound)
     if not fitting:
         assert chosen is None
         return
@@ -296,6 +309,18 @@ def test_a_session_asks_at_most_a_handful_of_times(
     assert len(made) == 4
     assert max(session.asked for session in made) >= 2
     assert all(1 <= session.asked <= 7 for session in made)
+
+
+def test_time_falls_as_the_budget_grows() -> None:
+    """A peak at the loss head and two loops: what each may keep is a matter of where the peak is."""
+    function, args = cases.lstm()
+    found = []
+    for mebibytes in (795, 830, 865, 900, 950, 1010, 1070, 1200):
+        plan = remat.plan(function, *args, remat_policy=QUICK, budget=mebibytes << 20)
+        assert plan.peak_bytes <= mebibytes << 20
+        found.append(plan.recompute_seconds)
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) >= 5
 
 
 def test_more_is_kept_where_there_is_more_memory() -> None:
