@@ -18,10 +18,11 @@ of XLA:GPU that decide about memory, without compiling:
    The gradient of a max pool first finds where every window has its largest: an array of indices per dimension.
 4. *Early kernels.* What is made from next to nothing (random bits, masks unpacked from bits) is made for all equal
    shapes in one kernel, as early as the first of them: XLA merges these across the whole program.
-5. *Order.* That of the schedule, or the same with those gradients late that are larger than what they are made
-   from, whichever peaks lower with the results counted: the choice XLA's schedulers make. In the backward loop of
-   a `scan` all gradients that are stacked come last. Element-wise kernels that read one array of their size and do
-   not need each other are one kernel, which runs when the last of them could.
+5. *Order.* That of the schedule, but for what XLA's list scheduler puts off until everything else takes more
+   memory: gradients that are larger than what they are made from, and the indices of a pool's largest, which could
+   be made in the forward pass. In the backward loop of a `scan` all gradients that are stacked come last. Element-
+   wise kernels that read one array of their size and do not need each other are one kernel, which runs when the
+   last of them could.
 6. *Places.* Element-wise kernels and scatters write into an operand that dies there and has the same size, if that
    is the only result of another kernel and no barrier is between them; transpositions do not, nor does what a
    scatter then writes over. Temporaries are put into results that are not there yet, largest first, into the
@@ -1127,12 +1128,13 @@ def _dependent(kernels: list[_Kernel]) -> list[_Kernel]:
 
 
 def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
-    """The order in which results larger than what they are made from wait.
+    """The order in which what takes more memory than it frees waits, if it can.
 
     XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of
     a weight that is larger than the activations it is made from is therefore computed late, when everything else
     takes more memory, and until then its memory serves for temporaries. In a loop's body it counts the whole stack
-    that a gradient is written into, so there all gradients wait till the end.
+    that a gradient is written into, so there all gradients wait till the end. Where a pool's windows have their
+    largest is known in the forward pass already, and there it is found once everything else takes as much.
     """
     size = [instance.nbytes for instance in program.instances]
     read: set[int] = set().union(*(kernel.reads for kernel in kernels))
@@ -1146,30 +1148,51 @@ def _deferred(program: _Program, kernels: list[_Kernel]) -> list[_Kernel]:
         freed = sum(size[root] for root in kernel.reads if users.get(root) == 1)
         return freed - sum(size[root] for root in kernel.writes)
 
+    def most(kernel: _Kernel) -> int:
+        freed = sum(size[root] for root in kernel.reads - program.sources)
+        return freed - sum(size[root] for root in kernel.writes)
+
     order: list[_Kernel] = []
+    waiting: dict[
+        int, tuple[int, _Kernel]
+    ] = {}  # by node, with what each can free at most beyond what it writes
+    pools = {k.node: k for k in kernels if program.nodes[k.node].kind == "indices"}
+    needs = {node: set(kernel.after) for node, kernel in pools.items()}
 
     def run(kernel: _Kernel) -> None:
         order.append(kernel)
         for root in kernel.reads - program.sources:
             users[root] -= 1
+        for node in list(needs):
+            needs[node].difference_update((kernel.node, *kernel.merged))
+            if not needs[node]:
+                del needs[node]
+                waiting[node] = most(pools[node]), pools[node]
 
-    waiting: list[tuple[int, _Kernel]] = []  # with what each can free at most beyond what it writes
     for kernel in kernels:
+        if kernel.node in pools:
+            if waiting.pop(kernel.node, None) or needs.pop(kernel.node, None) is not None:
+                run(kernel)  # it did not run before
+            continue
         if kernel.writes and final.issuperset(kernel.writes):
-            best = sum(size[root] for root in kernel.reads - program.sources)
-            best -= sum(size[root] for root in kernel.writes)
+            best = most(kernel)
             if best < 0 or program.stacks:
-                waiting.append((best, kernel))
+                waiting[kernel.node] = best, kernel
                 continue
         if waiting and not program.stacks:
             own = gain(kernel)
             if own < 0:
-                ready = [k for best, k in waiting if best > own and gain(k) > own]
-                waiting = [(best, k) for best, k in waiting if k not in ready]
+                ready = [
+                    k
+                    for best, k in waiting.values()
+                    if best >= own and gain(k) >= own + (k.node not in pools)
+                ]
+                for other in ready:
+                    del waiting[other.node]
                 for other in ready:
                     run(other)
         run(kernel)
-    return [*order, *(kernel for _, kernel in waiting)]
+    return [*order, *(kernel for _, kernel in waiting.values())]
 
 
 def _is_stack(program: _Program, index: int) -> bool:
@@ -1254,11 +1277,8 @@ class _Timeline:
 def _predict(program: _Program) -> Prediction:
     fusion = _Fusion(program)
     kernels = _siblings(program, fusion, _kernels(program, fusion))
-    moved = _early(program, fusion)
-    orders = [_deferred(program, kernels)]
-    if not program.stacks:
-        orders.append(kernels)
-    found = _timeline(program, min((_laid_out(program, o, moved) for o in orders), key=_heap))
+    layout = _laid_out(program, _deferred(program, kernels), _early(program, fusion))
+    found = _timeline(program, layout)
     at = found.at
     listed = [_describe(program, r.index, r.nbytes) for r in found.outside if _covers(r, at)]
     node = program.nodes[found.order[at].node] if at >= 0 else None
@@ -1305,12 +1325,6 @@ def _changes(ranges: Iterable[_Range], length: int) -> list[int]:
         change[found.start] += found.nbytes
         change[found.end + 1] -= found.nbytes
     return change
-
-
-def _heap(layout: _Layout) -> int:
-    """The largest number of bytes alive, results counted from when they are written to the end."""
-    ranges = itertools.chain(layout.ranges, layout.results)
-    return max(itertools.accumulate(_changes(ranges, len(layout.order))))
 
 
 def _covers(found: _Range, at: int) -> bool:

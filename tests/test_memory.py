@@ -308,7 +308,26 @@ def test_a_pool_gradient_and_a_relu_share_zeros_and_the_gradient_writes_over_a_c
 def test_a_padded_pool_gradient_and_one_without_a_relu_have_zeros_of_their_own() -> None:
     # Zeros of another shape: only the result, the active array and what the scatter reads.
     assert predict(pool(padded=True)).peak_bytes == 2 * BIG_BYTES + 3 * POOLED_BYTES
-    assert predict(pool(relu=False)).peak_bytes == 2 * BIG_BYTES + 3 * POOLED_BYTES
+    # Nothing but the indices reads the pool's operand: they are made at once, and it is gone before the scatter.
+    assert predict(pool(relu=False)).peak_bytes == BIG_BYTES + 3 * POOLED_BYTES
+
+
+def test_the_indices_of_a_pool_are_made_in_the_forward_pass_once_all_else_takes_as_much() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    active = builder.op("dot", [x], BIG, fusible=False)
+    small = builder.op("reduce_window_max", [active], POOLED, fusible=False, kind="REDUCTION")
+    wide = builder.op("dot", [small], (4096, 1024), fusible=False)
+    y = builder.op("dot", [wide], ())
+    ct = builder.cotangent(())
+    back = builder.op("dot", [ct], POOLED)
+    pooled = builder.op(
+        "select_and_scatter_add", [back, active], BIG, fusible=False, padded=True, kind="INDEXED"
+    )
+    found = predict(builder.build([y], [builder.op("dot", [pooled, active], ())]))
+    # `wide` takes 16 times the pool's result and frees nothing, the indices take twice as much: they come first.
+    assert found.step == 2
+    assert found.peak_bytes == (16 + 4 + 1 + 2) * POOLED_BYTES
 
 
 def test_a_pool_whose_windows_do_not_overlap_makes_what_it_reads() -> None:
