@@ -149,14 +149,14 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
         axis = 0
     shape = codes.shape
     grouped = codes.reshape(*shape[:axis], shape[axis] // per_byte, per_byte, *shape[axis + 1 :])
-    weights = jnp.left_shift(jnp.uint8(1), _shifts(grouped.ndim, axis + 1, bits))
-    # A product broadcasts the weights in place; `where` would make them an array as large as the mask, which
-    # `scan` hoists out of the loop and keeps.
-    return jnp.sum(grouped * weights, axis=axis + 1, dtype=jnp.uint8)
+    # Not a product with 1, 2, 4, ...: XLA makes an array of these, which all masks of a program read, and merges
+    # the kernels that read it into one, whose operands then all stay alive until the last of them is there.
+    placed = jnp.left_shift(grouped, _shifts(grouped.ndim, axis + 1, bits))
+    return jnp.sum(placed, axis=axis + 1, dtype=jnp.uint8)
 
 
 def _unpack(packed: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of `_pack`, but for bits: the bit is left where it stood in its byte."""
+    """Inverse of `_pack`."""
     per_byte = 8 // bits
     axis = _packed_axis(shape, per_byte)
     if axis is None:
@@ -169,10 +169,7 @@ def _spread(packed: jax.Array, bits: int, axis: int, shape: tuple[int, ...]) -> 
     """Makes of every byte its codes, along an axis."""
     spread = jnp.expand_dims(packed, axis + 1)
     shifts = _shifts(spread.ndim, axis + 1, bits)
-    if bits == 1:
-        codes = spread & jnp.left_shift(jnp.uint8(1), shifts)
-    else:
-        codes = jnp.right_shift(spread, shifts) & jnp.uint8(2**bits - 1)
+    codes = jnp.right_shift(spread, shifts) & jnp.uint8(2**bits - 1)
     return codes.reshape(shape)
 
 

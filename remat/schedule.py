@@ -25,6 +25,8 @@ _FUSED_REDO_LIMIT = 1000
 _MERGE_SHARE = 0.06
 # A loop-invariant value at least this large is not worth hoisting if it is cheap to make.
 _HOIST_LIMIT_BYTES = 1 << 20
+# What an order repeats twice is told apart by a barrier if it is at least this share of the largest value.
+_LARGE_SHARE = 1 / 16
 # Smaller masks are not worth a detour through bits.
 _MASK_LIMIT_BYTES = 1 << 16
 
@@ -53,6 +55,7 @@ class _Stage:
     point: StagePoint | None
     ops: list[Op]
     heavy: bool = False
+    apart: bool = False  # repeats something large that was repeated before: only a barrier makes it two values
     nbytes: int = 0
     kept_reads: set[int] = field(default_factory=set)
 
@@ -237,6 +240,7 @@ class _Backward:
         self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
         self.ready: set[int] = set()  # forward values that are there
         self.fixed = self.saved | self.sources
+        self.large_bytes = _LARGE_SHARE * max((value.nbytes for value in graph.values), default=0)
         self.steps: list[Step] = []
 
     def run(self) -> list[Step]:
@@ -284,7 +288,7 @@ class _Backward:
 
     def _joins(self, before: _Stage, stage: _Stage, room: float) -> bool:
         fits = before.nbytes + stage.nbytes <= room
-        return before.point is not None and not stage.heavy and fits
+        return before.point is not None and not stage.heavy and not stage.apart and fits
 
     def _measure(self, stage: _Stage, done: set[int]) -> None:
         """Finds what a stage reads of the kept values, and what it recomputes.
@@ -309,21 +313,30 @@ class _Backward:
         stages = [_Stage(None, [])]
         alive = _Alive(self.graph)
         again: list[Op] = []  # repeated operators that belong to the backward operator after them
+        made: set[int] = set()  # repeated since the last barrier that stays
         for op in self.ops:
             if op.phase == "forward":
                 again.append(op)
                 continue
             point = self.points.get(op.id)
-            if point is None and self.barriers and any(x.heavy for x in again):
+            twice = any(x.id in made and self._large(x) for x in again)
+            if point is None and self.barriers and (twice or any(x.heavy for x in again)):
                 anchor = alive.anchor()
                 point = None if anchor is None else StagePoint(op.id, (anchor,))
             if point is not None:
-                stages.append(_Stage(point, []))
+                stages.append(_Stage(point, [], apart=twice))
+                if twice or any(x.heavy for x in again):
+                    made.clear()
+            made.update(x.id for x in again)
             stages[-1].ops += [*again, op]
             again = []
             alive.run(op)
         stages[-1].ops += again  # for gradients that are forward values
         return [stage for stage in stages if stage.ops] or stages
+
+    def _large(self, op: Op) -> bool:
+        """Whether it pays to forget what an operator makes between two uses."""
+        return sum(self.graph.values[v].nbytes for v in op.outputs) >= self.large_bytes
 
     def _stage(self, ops: list[Op], last: bool) -> list[Step]:
         body: list[Step] = []

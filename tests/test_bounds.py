@@ -15,6 +15,7 @@ from benchmarks.compiled import Measured, measure, missed
 from benchmarks.programs import GROUPS, Row
 from models import gpt, mlp
 from remat.compile import CPU_COMPILER_OPTIONS
+from remat.encode import pack_bits, unpack_bits
 from remat.policies import Names
 
 DEVICE = "h200"
@@ -51,6 +52,28 @@ def test_bounds_are_met_on_an_absent_gpu(name: str) -> None:
         label: measure(group, rows[label], DEVICE) for label in dict.fromkeys(mentioned)
     }
     assert [line for bound in group.bounds for line in missed(bound, measured)] == []
+
+
+@pytest.mark.gpu_compile
+@needs_gpu_compiler
+def test_masks_of_one_shape_do_not_keep_what_they_are_made_from() -> None:
+    """XLA merges kernels that share an operand: packing must not have one."""
+
+    def masks(x: jax.Array, weights: list[jax.Array], key: jax.Array) -> list[jax.Array]:
+        found = []
+        for layer, weight in enumerate(weights):
+            drawn = jax.random.bernoulli(jax.random.fold_in(key, layer), 0.9, x.shape)
+            found.append(pack_bits(drawn))
+            x = jnp.where(unpack_bits(found[-1], x.shape), x @ weight, 0) @ weight
+            found.append(pack_bits(x > 0))
+            x = jnp.tanh(x)
+        return [*found, x]
+
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 6
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    report = remat.compile_report(masks, x, weights, key, device=DEVICE)
+    assert report.temp_bytes < 2 * 4 * x.size  # not 6 times what is packed
 
 
 def test_every_group_of_the_acceptance_list_has_bounds() -> None:

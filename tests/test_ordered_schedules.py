@@ -38,6 +38,32 @@ from tests.programs import (
 # --- exact -----------------------------------------------------------------------------------------
 
 
+def test_what_is_repeated_twice_is_two_values() -> None:
+    """Without a barrier between, XLA would merge the repetitions and keep the first."""
+    builder = GraphBuilder()
+    x = builder.input((256, 256))
+    made = builder.op("dot", [x], (256, 256), fusible=False, heavy=True)
+    large = builder.op("exp", [made], (256, 256))
+    used = builder.op("dot", [large], (256, 256), fusible=False, heavy=True)
+    y = builder.op("dot", [used], (), fusible=False, heavy=True)
+    ct = builder.cotangent(())
+    beside = builder.op("dot", [ct], (256, 256), fusible=False, heavy=True)  # alive to the end
+    first = builder.op("dot", [ct, large], (256, 256), fusible=False, heavy=True)
+    second = builder.op("dot", [first], (256, 256), fusible=False, heavy=True)
+    third = builder.op("dot", [second, large, beside], (256, 256), fusible=False, heavy=True)
+    graph = builder.build([y], [third])
+    exp, *ops = (graph.values[v].producer for v in (large, beside, first, second, third))
+    order = tuple(op for op in (ops[0], exp, ops[1], ops[2], exp, ops[3]) if op is not None)
+    assert len(order) == 6
+    schedule = build_schedule(graph, (made,), order=order)
+    simulate(graph, schedule)
+    turn = next(i for i, step in enumerate(schedule.steps) if step.action == "turn")
+    ran = [i for i, s in enumerate(schedule.steps) if s == Step("compute", exp) and i > turn]
+    barriers = [i for i, step in enumerate(schedule.steps) if step.action == "barrier"]
+    assert len(ran) == 2
+    assert any(ran[0] < i < ran[1] and made in schedule.steps[i].values for i in barriers)
+
+
 def test_a_value_computed_three_times() -> None:
     # x=0 -> 1 -> 2 -> 3; cotangent 4; 5 = 3 * 4, 6 = 2 * 5, gradient 7 = 1 * 6.
     graph = heavy_chain(3)
