@@ -73,6 +73,7 @@ def training_graph(seed: int) -> Graph:
 
 seeds = st.integers(0, 2**20)
 QUICK = Ilp(effort=50, seconds=2.0)
+STEADY = Ilp(method="starts")  # no clock decides what it finds
 PLANNERS: dict[str, Policy] = {
     "ilp": QUICK,
     "ilp-starts": Ilp(method="starts"),
@@ -218,15 +219,13 @@ def test_a_fraction_is_one_of_the_predicted_peak_without_remat() -> None:
     assert limit_bytes(0.5, 1001) == 500
     assert limit_bytes(7, 1001) == 7
     baseline = remat.plan(LOSS, *ARGS, remat_policy="save_all").peak_bytes
-    half = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=0.5)
+    half = remat.plan(LOSS, *ARGS, remat_policy=STEADY, budget=0.5)
     assert half.baseline_peak_bytes == baseline
     assert half.budget_bytes == baseline // 2
     assert half.peak_bytes <= baseline // 2
-    same = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=baseline // 2)
-    text = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=f"{baseline // 2}B")
-    # How far a bound gets in its time differs from run to run.
-    plans = [dataclasses.replace(plan, certificate=None) for plan in (half, same, text)]
-    assert plans[0] == plans[1] == plans[2]
+    same = remat.plan(LOSS, *ARGS, remat_policy=STEADY, budget=baseline // 2)
+    text = remat.plan(LOSS, *ARGS, remat_policy=STEADY, budget=f"{baseline // 2}B")
+    assert half == same == text
 
 
 def test_a_policy_that_cannot_plan_within_a_budget_is_only_checked() -> None:
