@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -394,6 +395,15 @@ def test_stop_keeps_the_best() -> None:
     assert 46 <= solved.extra_cost <= chain_a_extra(32, 3)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("delay_seconds", [0.01, 1.5])
 def test_keyboard_interrupt_keeps_the_best(delay_seconds: float) -> None:
     """Ctrl-C between runs of the solver, and while it runs."""
@@ -418,6 +428,7 @@ def test_keyboard_interrupt_keeps_the_best(delay_seconds: float) -> None:
     assert all(bound <= cost for cost, bound, _ in reports)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_keyboard_interrupt_in_a_finaliser_is_not_lost() -> None:
     """Python ignores exceptions of garbage collection's callbacks, KeyboardInterrupt too, and jax has one."""
@@ -443,6 +454,24 @@ def test_keyboard_interrupt_in_a_finaliser_is_not_lost() -> None:
     check(problem, 5, solved)
     assert solved.interrupted
     assert solved.solve_seconds < 30
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
+    """As in a shell's background; what is solved goes on."""
+    problem = chain_a(8)
+    best = solve_restricted(problem, 5).sequence
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def progress(cost: float, bound: float, seconds: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    try:
+        solved = solve_restricted(problem, 5, start=best, progress=progress)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not solved.interrupted
+    assert solved.status == "optimal"
 
 
 def test_errors_of_callbacks_come_out() -> None:
