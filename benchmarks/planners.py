@@ -191,13 +191,13 @@ def solve(model: str, condensed: Condensed, policy: Policy, share: float) -> Sol
         seconds: dict[str, Any] = {
             "wall_seconds": time.perf_counter() - wall,
             "cpu_seconds": time.process_time() - cpu,
-            "notes": (str(error),),
+            "notes": (_portable(error),),
         }
         if isinstance(error, remat.PolicyError):
             return solved("not applicable", **seconds)
         smallest = max(cut_bound(problem, budget).smallest_bytes, window_floor_bytes(problem))
         proven = smallest > budget
-        seconds["notes"] = (f"no peak below {smallest:,} bytes", str(error))
+        seconds["notes"] = (f"no peak below {smallest:,} bytes", _portable(error))
         return solved("proven infeasible" if proven else "none found", **seconds)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     replayed = replay(problem, sequence_of(condensed, decision))
@@ -291,6 +291,11 @@ def _line(row: Solved, bound: float | None) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.1f}"
+
+
+def _portable(error: Exception) -> str:
+    """An error's message without the folder of this checkout."""
+    return str(error).replace(f"{Path(__file__).resolve().parents[1]}/", "")
 
 
 def main(argv: list[str] | None = None) -> int:
