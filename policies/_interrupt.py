@@ -38,8 +38,9 @@ class Keyboard:
                 out, `pressed` says it. Without, Ctrl-C is only a note: for foreign code that asks for it.
         """
         before = signal.getsignal(signal.SIGINT)
-        # None: installed by something that is not Python; leave it alone.
-        if threading.current_thread() is not threading.main_thread() or before is None:
+        main = threading.current_thread() is threading.main_thread()
+        # None: installed by something that is not Python. Ignored, as in a shell's background: it stays so.
+        if not main or before is None or before == signal.SIG_IGN:
             yield
             return
 
@@ -48,11 +49,17 @@ class Keyboard:
             if raises and callable(before):
                 before(number, frame)
 
-        if before == signal.SIG_IGN:
-            yield
-            return
         signal.signal(signal.SIGINT, note)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Leaves this context at Ctrl-C; `pressed` says so."""
+        try:
+            with self.watched(raises=True):
+                yield
+        except KeyboardInterrupt:
+            self.pressed = True

@@ -269,18 +269,15 @@ class _Search:
     # -- steps --------------------------------------------------------------------------------
 
     def run(self, start: Sequence[int] | None) -> Solved:
-        try:
-            with self.keyboard.watched(raises=True):  # between two runs of the solver
-                if start is not None:
-                    self.offer(start, "the start")
-                self.offer(self.problem.first_runs, "no repetition")
-                if self.best_cost <= 0:
-                    return self.result()
-                cut = self._cuts()
-                if not self.done:
-                    self._refine(cut)
-        except KeyboardInterrupt:
-            self.interrupted = True
+        with self.keyboard.caught():
+            if start is not None:
+                self.offer(start, "the start")
+            self.offer(self.problem.first_runs, "no repetition")
+            if self.best_cost <= 0:
+                return self.result()
+            cut = self._cuts()
+            if not self.done:
+                self._refine(cut)
         self.interrupted |= self.keyboard.pressed
         return self.result()
 

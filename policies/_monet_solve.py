@@ -193,17 +193,14 @@ class _Search:
         return self.infeasible or self.interrupted or self.left <= 0 or self.proven
 
     def run(self) -> SolvedChoice:
-        try:
-            with self.keyboard.watched(raises=True):  # between two runs of the solver
+        with self.keyboard.caught():
+            for selection in _selections(self.problem):
+                self.offer((selection, self.problem.active(selection)), "no repetition")
+            if self.local_memory == "tight" and not self.done:
                 for selection in _selections(self.problem):
-                    self.offer((selection, self.problem.active(selection)), "no repetition")
-                if self.local_memory == "tight" and not self.done:
-                    for selection in _selections(self.problem):
-                        self._schedule(selection)
-                    self._refine()
-                self._whole()
-        except KeyboardInterrupt:
-            self.interrupted = True
+                    self._schedule(selection)
+                self._refine()
+            self._whole()
         self.interrupted |= self.keyboard.pressed
         return self._result()
 

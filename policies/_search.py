@@ -307,11 +307,9 @@ def _anneal(
 ) -> Ended:
     """Runs the rounds until one of the limits, or Ctrl-C; returns why it ended."""
     keyboard = Keyboard()
-    try:
-        with keyboard.watched(raises=True):
-            ended = _run_rounds(walk, clock, warmth, keyboard.stops(stop), progress)
-    except KeyboardInterrupt:
-        return "interrupted"
+    ended: Ended = "interrupted"
+    with keyboard.caught():
+        ended = _run_rounds(walk, clock, warmth, keyboard.stops(stop), progress)
     return "interrupted" if keyboard.pressed else ended
 
 

@@ -23,6 +23,7 @@ from remat.loops import (
     BodyOption,
     LoopOption,
     LoopPrices,
+    all_kept_bytes,
     body_options,
     choose_options,
     chunk_plan,
@@ -597,7 +598,7 @@ class _Rounds:
         if plan is None or setting.within is not None:
             return
         found = predict(plan.graph, plan.schedule, loops=plan.loops)
-        self.beside_kept = found.outside_peak_bytes - _kept_bytes(options)
+        self.beside_kept = found.outside_peak_bytes - all_kept_bytes(options)
         self.beside_needed = found.loop_peak_bytes - needed_bytes(options)
         if plan.peak_bytes < self.smallest.peak_bytes:
             self.smallest, self.smallest_setting = plan, setting
@@ -674,10 +675,6 @@ class _Rounds:
         """Takes what was tried and fits, if only without a margin."""
         for setting in list(self.tried):
             yield from self._try(setting, limit)
-
-
-def _kept_bytes(options: Sequence[LoopOption]) -> int:
-    return sum(option.kept_bytes for option in options)
 
 
 def _outside_peak(plan: Plan) -> int:

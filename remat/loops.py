@@ -33,6 +33,7 @@ __all__ = [
     "BodyOption",
     "LoopOption",
     "LoopPrices",
+    "all_kept_bytes",
     "body_options",
     "choose_options",
     "chunk_plan",
@@ -354,10 +355,14 @@ def _lengths(trips: int) -> list[int]:
 # --- choosing ------------------------------------------------------------------------------------------
 
 
+def all_kept_bytes(options: Sequence[LoopOption]) -> int:
+    """Returns what loops keep together, one option each."""
+    return sum(option.kept_bytes for option in options)
+
+
 def needed_bytes(options: Sequence[LoopOption]) -> int:
     """Returns what loops need, one option each: what all of them keep, and the most that one works in."""
-    kept = sum(option.kept_bytes for option in options)
-    return kept + max((option.working_bytes for option in options), default=0)
+    return all_kept_bytes(options) + max((option.working_bytes for option in options), default=0)
 
 
 def choose_options(
@@ -388,7 +393,7 @@ def choose_options(
                 options := [menu[index] for menu, index in zip(menus, choice, strict=True)]
             )
             <= budget_bytes
-            and sum(option.kept_bytes for option in options) <= kept_bytes
+            and all_kept_bytes(options) <= kept_bytes
         ]
         return min(fitting)[1] if fitting else None
     limits = sorted({option.working_bytes for menu in menus for option in menu})

@@ -320,12 +320,13 @@ class _Backward:
                 continue
             point = self.points.get(op.id)
             twice = any(x.id in made and self._large(x) for x in again)
-            if point is None and self.barriers and (twice or any(x.heavy for x in again)):
+            separate = twice or any(x.heavy for x in again)
+            if point is None and self.barriers and separate:
                 anchor = alive.anchor()
                 point = None if anchor is None else StagePoint(op.id, (anchor,))
             if point is not None:
                 stages.append(_Stage(point, [], apart=twice))
-                if twice or any(x.heavy for x in again):
+                if separate:
                     made.clear()
             made.update(x.id for x in again)
             stages[-1].ops += [*again, op]

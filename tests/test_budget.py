@@ -75,7 +75,7 @@ QUICK = Ilp(effort=50, seconds=2.0)
 STEADY = Ilp(method="starts")  # no clock decides what it finds
 PLANNERS: dict[str, Policy] = {
     "ilp": QUICK,
-    "ilp-starts": Ilp(method="starts"),
+    "ilp-starts": STEADY,
     "checkmate": Checkmate(seconds=2.0),
     "sublinear": Sublinear(),
     "recursive": Sublinear("recursive"),
