@@ -4,8 +4,9 @@
 
 Baselines: no remat, and per block full remat, `dots_saveable`, `dots_with_no_batch_dims_saveable`, and sqrt(n)
 segments of blocks. Ours is `remat_policy="ilp"` around the whole loss, at budgets evenly between the temp memory
-of full remat and of no remat, and at every baseline's own temp memory. All of them are compiled by XLA for a device
-that need not be there. The columns: budget, predicted peak and compiled temp in MiB; traffic in GiB; matmuls and
+of full remat and of no remat, and at every baseline's own temp memory; there also `remat.fit`, which plans and
+compiles again and again (last column: how often). All of them are compiled by XLA for a device that need not
+be there. The columns: budget, predicted peak and compiled temp in MiB; traffic in GiB; matmuls and
 convolutions executed; the roofline time of the compiled program in ms; seconds to plan (tracing included)
 and to compile.
 
@@ -47,6 +48,7 @@ __all__ = [
     "lstm_lm",
     "main",
     "measure_baseline",
+    "measure_fitted",
     "measure_ours",
     "near_sqrt",
     "read_rows",
@@ -60,7 +62,7 @@ __all__ = [
 _ROOT = Path(__file__).resolve().parents[1]
 NONE = "none"
 FULL = "full per block"
-Kind = Literal["baseline", "between", "at a baseline"]
+Kind = Literal["baseline", "between", "at a baseline", "fitted"]
 M = TypeVar("M", bound="Measured")
 K = TypeVar("K", bound="Keyed")
 
@@ -101,6 +103,8 @@ class Measured:
         temp_bytes, traffic_bytes, matmuls, convolutions, kernels, roofline_seconds: of the compiled program.
         plan_seconds: wall time of planning, tracing included; `compile_seconds`: of compiling.
         gap: of the plan's certificate; `notes`: of the plan.
+        fixed_bytes: arguments and results of the program, which no plan changes.
+        compiles: how many a fitted row took.
         error: message of the BudgetError.
         smallest_bytes: smallest peak that the error speaks of.
     """
@@ -121,6 +125,8 @@ class Measured:
     compile_seconds: float = 0.0
     gap: float | None = None
     notes: tuple[str, ...] = ()
+    fixed_bytes: int = 0
+    compiles: int = 1
     error: str | None = None
     smallest_bytes: int | None = None
 
@@ -240,6 +246,48 @@ def measure_ours(
     return with_report(done, report)
 
 
+def measure_fitted(
+    model: str, plain: Row, label: str, budget_bytes: int, fixed_bytes: int, device: str
+) -> Measured:
+    """Fits the gradient of a loss to a memory size that leaves `budget_bytes` to temporaries.
+
+    Args:
+        model, label: of the new row.
+        plain: the model without remat.
+        budget_bytes: for the compiled temp memory.
+        fixed_bytes: what arguments and results take.
+        device: whose roofline prices plans, and which is compiled for.
+    """
+    done = Measured(model, "fitted", label, code_of(device, planned=True), budget_bytes)
+    policy = remat.policies.Ilp(device=device)
+    step = jax.grad(remat.checkpoint(plain.function, remat_policy=policy))
+    start = time.perf_counter()
+    try:
+        fitted = remat.fit(
+            step,
+            *plain.args,
+            memory=fixed_bytes + budget_bytes,
+            device=device,
+            remat_policy=policy,
+        )
+    except remat.BudgetError as error:
+        seconds = time.perf_counter() - start
+        smallest = error.smallest_peak_bytes
+        return replace(done, plan_seconds=seconds, error=str(error), smallest_bytes=smallest)
+    seconds = time.perf_counter() - start
+    compiling = sum(trial.report.compile_seconds for trial in fitted.history)
+    (plan,) = fitted.plans
+    done = replace(
+        done,
+        predicted_bytes=fitted.chosen.predicted_bytes,
+        plan_seconds=seconds - compiling,
+        gap=plan.gap,
+        notes=plan.notes,
+        compiles=len(fitted.history),
+    )
+    return replace(with_report(done, fitted.report), compile_seconds=compiling)
+
+
 def with_report(row: M, report: CompileReport) -> M:
     """Returns a row with the numbers of its compiled program."""
     return replace(
@@ -251,6 +299,7 @@ def with_report(row: M, report: CompileReport) -> M:
         kernels=report.kernels_executed,
         roofline_seconds=report.roofline_seconds or 0.0,
         compile_seconds=report.compile_seconds,
+        fixed_bytes=report.total_bytes - report.temp_bytes,
     )
 
 
@@ -303,7 +352,7 @@ def violations(rows: Sequence[Measured]) -> list[str]:
                 f"(+{row.temp_bytes - row.budget_bytes:,} bytes; "
                 f"predicted {_mib(row.predicted_bytes)} MiB)"
             )
-        if best is None or row.kind != "at a baseline":
+        if best is None or row.kind not in ("at a baseline", "fitted"):
             continue
         if row.traffic_bytes > best.traffic_bytes:
             lines.append(
@@ -394,7 +443,7 @@ def run_model(
     """Measures and prints all rows of a model; the first of `rows` is the model without remat."""
     print(
         f"{model} on {device}\n  {'':44s} {'budget':>8s} {'predict.':>8s} {'temp MiB':>8s} {'GiB':>7s} "
-        f"{'matmuls':>7s} {'convs':>5s} {'ms':>7s} {'plan s':>6s} {'comp. s':>7s}"
+        f"{'matmuls':>7s} {'convs':>5s} {'ms':>7s} {'plan s':>6s} {'comp. s':>7s} compiles"
     )
     plain = rows[0]
     done: list[Measured] = []
@@ -404,7 +453,11 @@ def run_model(
         print(_line(done[-1]), flush=True)
     for kind, label, budget in _budgets(done, points):
         wanted = Measured(model, kind, label, code_of(device, planned=True), budget)
-        make = functools.partial(measure_ours, model, plain, kind, label, budget, device)
+        if kind == "fitted":
+            fixed = done[0].fixed_bytes
+            make = functools.partial(measure_fitted, model, plain, label, budget, fixed, device)
+        else:
+            make = functools.partial(measure_ours, model, plain, kind, label, budget, device)
         done.append(results.row(wanted, make))
         print(_line(done[-1]), flush=True)
     return done
@@ -417,6 +470,7 @@ def _budgets(baselines: Sequence[Measured], points: int) -> Iterator[tuple[Kind,
         yield "between", f"ilp, {share:.0%} of the way", budget
     for label, budget in temp.items():
         yield "at a baseline", f"ilp, as {label}", budget
+        yield "fitted", f"fit, as {label}", budget
 
 
 def _line(row: Measured) -> str:
@@ -426,7 +480,7 @@ def _line(row: Measured) -> str:
     return (
         f"{head} {_mib(row.temp_bytes):>8s} {row.traffic_bytes / 2**30:7.2f} {row.matmuls:7d} "
         f"{row.convolutions:5d} {row.roofline_seconds * 1e3:7.2f} {row.plan_seconds:6.1f} "
-        f"{row.compile_seconds:7.1f}"
+        f"{row.compile_seconds:7.1f} {row.compiles if row.kind == 'fitted' else '':>8}"
     )
 
 

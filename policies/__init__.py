@@ -20,7 +20,7 @@ from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
 from remat.policies.monet import Monet
 from remat.policies.names import Names
-from remat.policies.none import SaveAll
+from remat.policies.none import SaveAll, Unchanged
 from remat.policies.registry import POLICIES, get_policy, register_policy
 from remat.policies.revolve import Revolve
 from remat.policies.sublinear import Sublinear
@@ -42,6 +42,7 @@ __all__ = [
     "Revolve",
     "SaveAll",
     "Sublinear",
+    "Unchanged",
     "get_policy",
     "register_policy",
 ]

@@ -1,6 +1,8 @@
-"""`SaveAll`: keep every value the backward pass reads, as plain differentiation does.
+"""`SaveAll` and `Unchanged`: recompute nothing.
 
-The baseline of every comparison. Booleans are kept as they are stored by every plan: one bit per element.
+`SaveAll` keeps every value the backward pass reads: the baseline of comparisons between plans. Booleans are kept
+as every plan stores them, one bit per element. `Unchanged` is the plain program itself: it keeps what JAX keeps
+without rematerialization, as JAX keeps it.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from typing import ClassVar
 
 from remat.graph import Graph
 from remat.policies.base import Decision, required_saves
+from remat.schedule import no_remat_saved
 
-__all__ = ["SaveAll"]
+__all__ = ["SaveAll", "Unchanged"]
 
 
 @dataclass(frozen=True)
@@ -24,3 +27,16 @@ class SaveAll:
         """Returns every forward value that the backward pass reads."""
         savable = frozenset(value.id for value in graph.values if value.savable)
         return Decision(required_saves(graph, savable))
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Keeps what JAX keeps without rematerialization, unencoded: it compiles to the plain program."""
+
+    name: ClassVar[str] = "unchanged"
+
+    def decide(self, graph: Graph) -> Decision:
+        """Returns the residuals of plain differentiation."""
+        kept = frozenset(no_remat_saved(graph))
+        raw = tuple((v, "raw") for v in sorted(kept) if graph.values[v].producer is not None)
+        return Decision(kept, forms=raw, notes=("as without rematerialization",))

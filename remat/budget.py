@@ -34,7 +34,7 @@ from remat.memory import peak_bytes, predict
 from remat.plan import LoopPlan, Plan
 from remat.planner import NO_CHUNKS, SteadyPlanner, is_rest, whole_of
 from remat.planning import make_plan, plan_from_saved
-from remat.policies import Full, MinCut, Policy
+from remat.policies import Full, MinCut, Policy, Unchanged
 from remat.policies.base import (
     BudgetPolicy,
     Decision,
@@ -42,22 +42,23 @@ from remat.policies.base import (
     describe_options,
     largest_named,
 )
-from remat.schedule import no_remat_saved
 from remat.time_limit import TimeLimit
 
-__all__ = ["BudgetSession", "Limit", "held", "limit_bytes", "plan_within", "too_small"]
+__all__ = ["MARGIN", "BudgetSession", "Limit", "held", "limit_bytes", "plan_within", "too_small"]
 
 Limit = int | float
 
 _ATTEMPTS = 5
-# The prediction's median error: plans leave so much of the budget, if there is one that does.
-_MARGIN = 0.03
+MARGIN = 0.03
+"""The prediction's usual error: plans leave so much of a budget, if there is one that does."""
 # A plan whose prediction uses less than this share of the budget is asked for again with more.
 _SLACK = 0.02
 # A request that the policy cannot meet is raised by this factor: buffers may count for more than they take.
 _STEP = 1.1
 _ROUNDS = 6
 _HOPE = 1.05
+# Costs that differ by less than this share are those of equally good plans.
+_ALIKE = 0.0005
 
 
 def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
@@ -72,6 +73,7 @@ def plan_within(
     *,
     barriers: bool = True,
     limit: TimeLimit | None = None,
+    margin: float = MARGIN,
 ) -> Plan:
     """Plans a graph so that its predicted peak is at most `budget_bytes`.
 
@@ -81,6 +83,7 @@ def plan_within(
         budget_bytes: bound on `Plan.peak_bytes`.
         barriers: as in `remat.planning.make_plan`.
         limit: of the policy's time, where this is part of a larger planning; its own by default.
+        margin: share of the budget that plans leave for the prediction's error, if there is one that can.
 
     Raises:
         BudgetError: no plan that fits was found; the message has the smallest peak found.
@@ -90,8 +93,8 @@ def plan_within(
         return held(plan, budget_bytes)
     start = time.perf_counter()
     offered = _Offers(graph, limit or TimeLimit(policy), budget_bytes, barriers)
-    offered.run(int((1 - _MARGIN) * budget_bytes))
-    if offered.best is None:  # nothing leaves the margin
+    offered.run(int((1 - margin) * budget_bytes))
+    if offered.best is None and margin:  # nothing leaves it
         offered.run(budget_bytes)
     if offered.best is None:
         offered.best = _simple(graph, policy, budget_bytes, barriers)
@@ -111,10 +114,7 @@ def _simple(graph: Graph, policy: BudgetPolicy, budget_bytes: int, barriers: boo
     A policy plans buffers, and where it finds that they do not fit, the prediction may still say that they do.
     """
     device = getattr(policy, "device", "h200")
-    kept = frozenset(no_remat_saved(graph))
-    raw = tuple((v, "raw") for v in sorted(kept) if graph.values[v].producer is not None)
-    plain = Decision(kept, forms=raw, notes=("as without rematerialization",))
-    simple = [(plain, False)]
+    simple = [(Unchanged().decide(graph), False)]
     if hasattr(
         policy, "implementations"
     ):  # not a published algorithm, which should stay what it is
@@ -404,11 +404,13 @@ class BudgetSession(SteadyPlanner):
     Args:
         policy: plans what is outside of loops.
         limit: bytes, or a fraction of the peak without rematerialization.
+        margin: share of it that plans leave for the prediction's error, if there is one that can.
     """
 
-    def __init__(self, policy: BudgetPolicy, limit: Limit) -> None:
+    def __init__(self, policy: BudgetPolicy, limit: Limit, margin: float = MARGIN) -> None:
         self.policy = policy
         self.limit = limit
+        self.margin = margin
         self.time = TimeLimit(policy)
         self.device = str(getattr(policy, "device", "h200"))
         self.bodies: dict[str, _Body] = {}
@@ -431,26 +433,35 @@ class BudgetSession(SteadyPlanner):
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns what the policy wants outside of the loops.
 
-        Where it is undecided and there are no loops, each of its choices is planned and the cheapest plan kept.
+        Where it is undecided and there are no loops, each of its choices is planned and the cheapest plan kept;
+        where plans cost the same but for rounding, the one whose kernels are predicted to move the least.
         """
         limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
         shortlist = getattr(self.policy, "shortlist", None)
         if shortlist is None or self.bodies:
             return choose_sites(self.policy, menu, limit)
         found: Sequence[frozenset[str]] = shortlist(menu, limit)
-        planned: list[tuple[float, int]] = []
+        traffic: dict[int, int] = {}
+        planned: list[tuple[float, int]] = []  # certificates' costs, with indices
         for index, chosen in enumerate(found):
             graph = menu.graph(chosen)
             try:
                 plan = plan_within(
-                    graph, self.policy, limit, limit=self.time.part(len(found) - index)
+                    graph,
+                    self.policy,
+                    limit,
+                    limit=self.time.part(len(found) - index),
+                    margin=self.margin,
                 )
             except BudgetError:
                 continue
             self._planned[graph.fingerprint()] = plan
             cost = math.inf if plan.certificate is None else _program_cost(plan)
             planned.append((cost, index))
-        return found[min(planned, default=(math.inf, 0))[1]]
+            traffic[index] = predict(plan.graph, plan.schedule).traffic_bytes
+        least = min(planned, default=(math.inf, 0))[0]
+        alike = [index for cost, index in planned if cost <= (1 + _ALIKE) * least]
+        return found[min(alike, key=traffic.__getitem__, default=0)]
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
@@ -459,18 +470,12 @@ class BudgetSession(SteadyPlanner):
             if planned is not None and barriers:
                 return replace(planned, graph=graph)
             limit = limit_bytes(self.limit, peak_bytes(graph.plain or graph))
-            return plan_within(graph, self.policy, limit, barriers=barriers, limit=self.time)
+            return self._within(graph, limit, barriers, self.margin)
         if self._setting.within is not None:
             key = (graph.fingerprint(), self._setting.within)
             try:
                 if key not in self._outside:
-                    self._outside[key] = plan_within(
-                        graph,
-                        self.policy,
-                        self._setting.within,
-                        barriers=barriers,
-                        limit=self.time,
-                    )
+                    self._outside[key] = self._within(graph, self._setting.within, barriers, 0.0)
                 return replace(self._outside[key], graph=graph)
             except BudgetError:
                 self._refused = True  # the search goes on with another setting
@@ -482,6 +487,11 @@ class BudgetSession(SteadyPlanner):
             status="heuristic",  # the cut's proof says nothing of the loops
             certificate=None,
             notes=("outside of loops: a minimum cut", *plan.notes),
+        )
+
+    def _within(self, graph: Graph, limit: int, barriers: bool, margin: float) -> Plan:
+        return plan_within(
+            graph, self.policy, limit, barriers=barriers, limit=self.time, margin=margin
         )
 
     def again(self, plan: Plan) -> bool:
@@ -527,7 +537,7 @@ class BudgetSession(SteadyPlanner):
         """
         self.least = least
         limit = limit_bytes(self.limit, least.baseline_peak_bytes)
-        aim = int((1 - _MARGIN) * limit)
+        aim = int((1 - self.margin) * limit)
         self._menus = {
             path: body.options() for path, body in self.bodies.items() if body.graph is not None
         }

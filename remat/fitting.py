@@ -21,7 +21,7 @@ from remat.lower import Planner
 from remat.override import Attempt, Menus, PricePlanner, Use, choose_option
 from remat.pareto import smallest_plan
 from remat.plan import Plan
-from remat.policies import MinCut
+from remat.policies import MinCut, Unchanged
 from remat.policies.base import BudgetPolicy
 from remat.report import human_bytes
 from remat.resolve import PolicyPlanner, resolve
@@ -30,9 +30,10 @@ __all__ = ["Job", "Knob", "Options", "Trial", "choose_knob", "search", "too_larg
 
 Progress = Callable[[str], None]
 
-_TOLERANCE = 0.05  # of the memory: what may be left unused before another compile is spent
+_TOLERANCE = 0.02  # of the memory: what may be left unused before another compile is spent
 _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
 _NEAR = 0.25  # of the temporaries: how far too large the least plans may be for others to be tried
+_NEARLY = 0.02  # how far above the memory the plain step's prediction may be for it to be compiled
 _STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
 _INFINITE = float("inf")
 _HOW_TO_WRAP = (
@@ -104,6 +105,10 @@ class _Setting:
     planner: Planner
 
 
+# The program is that of the plain step.
+_UNCHANGED = _Setting("as without rematerialization", PolicyPlanner(Unchanged()))
+
+
 class _Stop(Exception):
     """Ends `compile_report` after tracing."""
 
@@ -149,7 +154,8 @@ class Job:
         options: Options,
     ) -> None:
         self.args, self.kwargs, self.options = args, kwargs, options
-        self.menus = Menus(str(getattr(options.remat_policy, "device", "h200")))
+        device = str(getattr(options.remat_policy, "device", "h200"))
+        self.menus, self.min_cut = Menus(device), MinCut(device=device)
         is_jitted = hasattr(step, "trace") and hasattr(step, "lower")
         chosen = options.static_argnums or options.donate_argnums
         self.jitted: Any = (
@@ -236,6 +242,10 @@ class Knob(Protocol):
         """Compiles the cheapest plans."""
         ...
 
+    def plain(self, limit_bytes: int) -> Trial | None:
+        """Compiles the step without rematerialization, if it is predicted to need at most `limit_bytes`."""
+        ...
+
     def least(self) -> Trial:
         """Compiles the plans with the least memory."""
         ...
@@ -258,8 +268,7 @@ def choose_knob(job: Job) -> Knob:
             f"remat_policy={job.options.remat_policy!r} cannot be tightened: expected a policy that plans "
             "within a budget, such as 'ilp', or 'min_cut'"
         )
-    price = _PriceKnob(job)
-    uses = job.uses(price.setting(0.0))
+    uses = job.uses(_UNCHANGED)
     if not uses:
         raise PolicyError(
             "no function wrapped with one of remat's own policies is differentiated in this step, so there "
@@ -267,7 +276,9 @@ def choose_knob(job: Job) -> Knob:
             "remat_policy=None are left as they are"
         )
     is_alone = sum(use.calls for use in uses) == 1 and not uses[0].kept_in_loop
-    return _BudgetKnob(job, policy) if is_alone and isinstance(policy, BudgetPolicy) else price
+    if is_alone and isinstance(policy, BudgetPolicy):
+        return _BudgetKnob(job, policy)
+    return _PriceKnob(job)
 
 
 class _BudgetKnob:
@@ -280,16 +291,20 @@ class _BudgetKnob:
     def cheapest(self) -> Trial:
         return self._trial(_Setting("no budget", PolicyPlanner(self.policy)))
 
+    def plain(self, limit_bytes: int) -> Trial | None:
+        found = self.job.uses(_UNCHANGED)[0].plan.peak_bytes <= limit_bytes
+        return self._trial(_UNCHANGED) if found else None
+
     def least(self) -> Trial:
         if self._least is None:
-            baseline = self.job.uses(_PriceKnob(self.job).setting(0.0))[0].plan.baseline_peak_bytes
+            baseline = self.job.uses(_UNCHANGED)[0].plan.baseline_peak_bytes
             plan = smallest_plan(self._plan, baseline)
             self._least = self._trial(self._within(plan.budget_bytes or plan.peak_bytes))
         return self._least
 
     def another(self) -> Trial | None:
         """A minimum cut: predicted to take more, it is simpler, and the compiler may make less of it."""
-        return self._trial(_PriceKnob(self.job).setting(_INFINITE))
+        return self._trial(_Setting("a minimum cut", PolicyPlanner(self.job.min_cut)))
 
     def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
         del low, high  # a plan is asked for at the very place
@@ -300,7 +315,9 @@ class _BudgetKnob:
 
     def _within(self, budget_bytes: int) -> _Setting:
         budget = max(budget_bytes, 1)
-        return _Setting(f"a budget of {human_bytes(budget)}", PolicyPlanner(self.policy, budget))
+        return _Setting(
+            f"a budget of {human_bytes(budget)}", PolicyPlanner(self.policy, budget, margin=0)
+        )
 
     def _plan(self, budget_bytes: int) -> Plan:
         return self.job.uses(self._within(budget_bytes))[0].plan
@@ -318,6 +335,10 @@ class _PriceKnob:
 
     def cheapest(self) -> Trial:
         return self._trial(0.0)
+
+    def plain(self, limit_bytes: int) -> Trial | None:
+        found = _kept_bytes(self.job.uses(_UNCHANGED)) <= limit_bytes
+        return self.job.trial(_UNCHANGED, _kept_bytes) if found else None
 
     def least(self) -> Trial:
         return self._trial(_INFINITE)
@@ -399,7 +420,12 @@ def search(
     limit_bytes = options.limit_bytes
     trials = [*known, knob.cheapest()]
     first = trials[-1]
-    if first.fits or first.total_bytes - first.temp_bytes >= limit_bytes:
+    room = limit_bytes - (first.total_bytes - first.temp_bytes)
+    timed = first.report.roofline_seconds is not None  # else nothing says which is faster
+    if first.fits and timed and compiles() < options.max_compiles:
+        plain = knob.plain(round((1 + _NEARLY) * room))
+        return [*trials, plain] if plain is not None and not _is_among(plain, trials) else trials
+    if first.fits or room <= 0:
         return trials  # nothing to gain, or not even without any temporaries
     least: Trial | None = None
     while compiles() < options.max_compiles:

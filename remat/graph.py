@@ -93,6 +93,8 @@ class Op:
         batched: a matmul with batch dimensions (attention scores), cheap for its size.
         loop: path of the loop whose body has a plan of its own, None for an operator without one.
         padded: the gradient of a pool whose first windows begin before its operand does.
+        swapped: the gradient of a transposed convolution's kernel, for which XLA copies the first operand.
+        workspace_bytes: of what XLA:GPU makes of its operands before it, and frees behind it.
     """
 
     id: int
@@ -114,6 +116,8 @@ class Op:
     batched: bool = False
     loop: str | None = None
     padded: bool = False
+    swapped: bool = False
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from remat.budget import BudgetSession, held
+from remat.budget import MARGIN, BudgetSession, held
 from remat.errors import BudgetError, PlanError, PolicyError
 from remat.graph import Alternatives, Graph
 from remat.plan import LoopPlan, Plan
@@ -64,15 +64,17 @@ class PolicyPlanner(SteadyPlanner):
     Attributes:
         policy: any `remat.policies.Policy`.
         budget: bytes, or a fraction of the peak without rematerialization, or None.
+        margin: share of the budget that plans leave for the prediction's error, if there is one that can.
     """
 
     policy: Policy
     budget: int | float | None = None
+    margin: float = MARGIN
 
     def begin(self) -> PolicyPlanner | BudgetSession:
         """Returns a new session if there is a budget and the policy can plan within one."""
         if self.budget is not None and isinstance(self.policy, BudgetPolicy):
-            return BudgetSession(self.policy, self.budget)
+            return BudgetSession(self.policy, self.budget, self.margin)
         return self
 
     def sites(self, menu: Alternatives) -> frozenset[str]:

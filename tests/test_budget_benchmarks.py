@@ -208,29 +208,32 @@ def _mlp_rows() -> list[Row]:
 
 
 def test_rows_are_written_at_once_and_taken_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "budgets.json"
     rows = _mlp_rows()
     results = budgets.Results(path, [], "cpu")
     done = budgets.run_model("mlp", rows, "cpu", 1, results)
     assert budgets.read_rows(path) == done
-    assert [row.kind for row in done] == ["baseline"] * 2 + ["between"] + ["at a baseline"] * 2
+    assert [row.kind for row in done] == ["baseline"] * 2 + ["between"] + [
+        "at a baseline",
+        "fitted",
+    ] * 2
     none, full = (row.temp_bytes for row in done[:2])
-    assert [row.budget_bytes for row in done[2:]] == [(none + full) // 2, none, full]
+    assert [row.budget_bytes for row in done[2:]] == [(none + full) // 2, none, none, full, full]
     assert all(row.temp_bytes > 0 for row in done if row.error is None)
+    fitted = [row for row in done if row.kind == "fitted" and row.error is None]
+    assert fitted and all(row.temp_bytes <= (row.budget_bytes or 0) for row in fitted)
+    assert all(1 <= row.compiles <= 6 for row in fitted)
     assert capsys.readouterr().out.count("\n") == 2 + len(done)
 
     def never(*arguments: Any) -> Any:
         raise AssertionError(f"made again: {arguments}")
 
     again = budgets.Results(path, budgets.read_rows(path), "cpu")
-    original = budgets.measure_baseline, budgets.measure_ours
-    try:
-        budgets.measure_baseline = budgets.measure_ours = never
-        assert budgets.run_model("mlp", rows, "cpu", 1, again) == done
-    finally:
-        budgets.measure_baseline, budgets.measure_ours = original
+    for name in ("measure_baseline", "measure_ours", "measure_fitted"):
+        monkeypatch.setattr(budgets, name, never)
+    assert budgets.run_model("mlp", rows, "cpu", 1, again) == done
     assert json.loads(path.read_text())["device"] == "cpu"
 
 

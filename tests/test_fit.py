@@ -84,6 +84,42 @@ def test_the_cheapest_plan_is_enough_where_it_fits(plain: CompileReport) -> None
     assert found.budget_bytes is None and found.plans[0].recompute_flops == 0
 
 
+def test_with_memory_for_it_the_plain_step_itself_is_tried() -> None:
+    loss, args = cases.gpt_blocks_unrolled_small()
+    plain = remat.compile_report(jax.grad(loss), *args, device="h200")
+    step = gradient(loss)
+    found = fit(step, *args, memory=2 * plain.total_bytes, device="h200", remat_policy="ilp")
+    trial, unchanged = found.history
+    assert trial.knob == "no budget" and trial.fits and unchanged.fits
+    assert unchanged.knob == "as without rematerialization"
+    assert unchanged.temp_bytes == plain.temp_bytes
+    assert unchanged.report.kernels == plain.kernels
+
+
+def test_the_plain_step_is_compiled_only_where_it_may_fit() -> None:
+    made: list[int] = []
+
+    class Knob(FakeKnob):
+        def plain(self, limit_bytes: int) -> Trial | None:
+            made.append(limit_bytes)
+            return replace(self.trial(self.predictions[-1] + 1), recompute_seconds=0.0)
+
+    untimed = Knob([100, 200], 1.0, 0, FIXED + 1000)
+    assert len(search(untimed, options(FIXED + 1000), lambda: 1)) == 1 and not made
+    Knob.report = FakeReport(roofline_seconds=1.0)
+    knob = Knob([100, 200], 1.0, 0, FIXED + 1000)
+    trials = search(knob, options(FIXED + 1000), lambda: len(knob.made))
+    assert [trial.predicted_bytes for trial in trials] == [200, 201]
+    assert made == [1020]
+    tight = Knob([100, 200], 1.0, 0, FIXED + 150)
+    assert 201 not in [
+        t.predicted_bytes for t in search(tight, options(FIXED + 150), lambda: len(tight.made))
+    ]
+    assert made == [1020]
+    short = Knob([100, 200], 1.0, 0, FIXED + 1000)
+    assert len(search(short, options(FIXED + 1000, 2), lambda: 2)) == 1
+
+
 def test_what_fits_is_what_the_compiler_says(tight: Fitted, plain: CompileReport) -> None:
     assert tight.total_bytes <= tight.memory_bytes < plain.total_bytes
     again = compiled_plainly(jax.grad(remat.checkpoint(LOSS, remat_policy=tight.plans[0])), *ARGS)
@@ -419,6 +455,8 @@ class FakeReport:
 class FakeKnob:
     """Plans at every prediction of a list; the compiler adds to a multiple of the prediction."""
 
+    report = FakeReport()
+
     def __init__(self, predictions: list[int], factor: float, offset: int, limit: int) -> None:
         self.predictions = sorted(predictions)
         self.factor, self.offset, self.limit = factor, offset, limit
@@ -437,12 +475,15 @@ class FakeKnob:
             recompute_seconds=1 / predicted,
             fits=total <= self.limit,
             plans=(),
-            report=FakeReport(),  # pyright: ignore[reportArgumentType]
+            report=self.report,  # pyright: ignore[reportArgumentType]
         )
         return self.made.setdefault(predicted, new)
 
     def cheapest(self) -> Trial:
         return self.trial(self.predictions[-1])
+
+    def plain(self, limit_bytes: int) -> Trial | None:
+        return None
 
     def least(self) -> Trial:
         return self.trial(self.predictions[0])

@@ -554,3 +554,84 @@ def test_residual_layers_are_predicted_within_a_quarter_of_what_the_gpu_compiler
     wrapped = remat.checkpoint(loss, remat_policy=plan)
     report = remat.compile_report(jax.grad(wrapped), *args, device="h200")
     assert plan.peak_bytes == pytest.approx(report.temp_bytes, rel=0.25)
+
+
+# --- what XLA makes of a convolution's operands --------------------------------------------------------------
+
+
+def upsampled(transpose_kernel: bool = False, strides: int = 2) -> Graph:
+    """The joint graph of one transposed convolution, 8 channels of 16 x 16 to 4 of 32 x 32."""
+
+    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = jax.lax.conv_transpose(
+            jnp.sin(x), kernel, (strides, strides), "SAME", transpose_kernel=transpose_kernel
+        )
+        return jnp.sum(y * y)
+
+    x = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32)
+    shape = (2, 2, 4, 8) if transpose_kernel else (2, 2, 8, 4)
+    kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return remat.plan(loss, x, kernel, remat_policy="full", argnums=(0, 1)).graph
+
+
+def test_a_trace_tells_what_dilated_convolutions_need() -> None:
+    ops = [op for op in upsampled().ops if op.name == "conv_general_dilated"]
+    forward, *backward = ops
+    # 16 elements with a zero between any two, and one on either side.
+    assert forward.phase == "forward" and not forward.swapped
+    assert forward.workspace_bytes == 4 * 2 * 33 * 33 * 8
+    (kernel,) = (op for op in backward if op.swapped)
+    (data,) = (op for op in backward if not op.swapped)
+    assert kernel.workspace_bytes == 4 * 2 * 32 * 32 * 4  # a copy of what comes back
+    assert data.workspace_bytes == 0
+
+
+def test_a_dilated_convolution_with_a_reversed_kernel_is_one_of_the_library() -> None:
+    forward, *_ = (
+        op for op in upsampled(transpose_kernel=True).ops if op.name == "conv_general_dilated"
+    )
+    assert forward.workspace_bytes == 0 and not forward.swapped
+    plain = [op for op in upsampled(strides=1).ops if op.name == "conv_general_dilated"]
+    assert not any(op.workspace_bytes or op.swapped for op in plain)
+
+
+def test_workspace_counts_while_its_operator_runs() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    before = builder.op("dot", [x], BIG, fusible=False)
+    wide = builder.op("conv_general_dilated", [before], BIG, fusible=False)
+    y = builder.op("dot", [wide], ())
+    ct = builder.cotangent(())
+    graph = builder.build([y], [builder.op("dot", [ct], ())])
+    assert predict(graph).peak_bytes == 2 * BIG_BYTES
+    ops = [
+        replace(op, workspace_bytes=3 * BIG_BYTES) if op.name == "conv_general_dilated" else op
+        for op in graph.ops
+    ]
+    assert predict(replace(graph, ops=tuple(ops))).peak_bytes == 5 * BIG_BYTES
+
+
+def test_the_copy_of_what_a_barrier_lets_through_is_there_from_the_barrier_on() -> None:
+    """Without a barrier the copy is what is kept."""
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    kept = builder.op("dot", [x], BIG, fusible=False)
+    y = builder.op("dot", [kept], ())
+    ct = builder.cotangent(())
+    first = builder.op("dot", [ct, kept], BIG, fusible=False)
+    second = builder.op("conv_general_dilated", [kept, first], ())
+    graph = builder.build([y], [second])
+    ops = [
+        replace(op, swapped=True) if op.name == "conv_general_dilated" else op for op in graph.ops
+    ]
+    swapped = replace(graph, ops=tuple(ops))
+    assert predict(swapped).peak_bytes == predict(graph).peak_bytes == 2 * BIG_BYTES
+    steps = [
+        Step("compute", 0),
+        Step("compute", 1),
+        Step("turn"),
+        Step("barrier", values=(kept, ct)),
+    ]
+    schedule = Schedule((*steps, Step("compute", 2), Step("compute", 3)))
+    assert predict(graph, schedule).peak_bytes == 2 * BIG_BYTES
+    assert predict(swapped, schedule).peak_bytes == 3 * BIG_BYTES
