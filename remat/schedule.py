@@ -25,6 +25,8 @@ _FUSED_REDO_LIMIT = 1000
 _MERGE_SHARE = 0.06
 # A loop-invariant value at least this large is not worth hoisting if it is cheap to make.
 _HOIST_LIMIT_BYTES = 1 << 20
+# Operators that put arrays together.
+_JOINS = frozenset({"concatenate", "pad"})
 # What an order repeats twice is told apart by a barrier if it is at least this share of the largest value.
 _LARGE_SHARE = 1 / 16
 # Smaller masks are not worth a detour through bits.
@@ -415,7 +417,37 @@ class _Backward:
             if reads:
                 tainted.update(op.outputs)
         if tied:
+            tied |= self._late()
             self.steps.append(Step("barrier", values=(*sorted(tied), *point.frontier)))
+
+    def _late(self) -> set[int]:
+        """Gradients since the last barrier that XLA would leave for later; tied, they are not.
+
+        Where a compute-bound operator reads a large array that is put together for it alone, making that takes
+        memory and frees nothing at first: a scheduler that looks one operator ahead puts it off, and with it
+        what the operator would free. What is computed element by element is made by a kernel that others need.
+        """
+        graph = self.graph
+        start = max((i for i, s in enumerate(self.steps) if s.action == "barrier"), default=0)
+        joined: set[int] = set()
+        late: set[int] = set()
+        for step in self.steps[start:]:
+            if step.action != "compute":
+                continue
+            op = graph.ops[step.target]
+            if op.phase == "forward" and op.name in _JOINS and self._large(op):
+                joined.update(op.outputs)
+            elif op.phase == "backward" and op.heavy and not joined.isdisjoint(op.inputs):
+                late |= self._views(op.outputs)
+        return late.intersection(graph.gradients)
+
+    def _views(self, values: Iterable[int]) -> set[int]:
+        """Values and what is made of them by views alone."""
+        found = set(values)
+        for op in (self.graph.ops[user] for value in values for user in self.graph.users[value]):
+            if op.kind == "VIEW":
+                found |= self._views(op.outputs)
+        return found
 
 
 class _Alive:

@@ -38,6 +38,37 @@ from tests.programs import (
 # --- exact -----------------------------------------------------------------------------------------
 
 
+def test_a_gradient_that_reads_what_is_put_together_again_is_not_left_for_later() -> None:
+    """A barrier ties it: XLA would put it off, and what it reads would stay."""
+
+    def tied(name: str) -> tuple[set[int], int]:
+        builder = GraphBuilder()
+        x = builder.input((256, 256))
+        made = builder.op("dot", [x], (256, 256), fusible=False, heavy=True)
+        wide = builder.op(name, [made, x], (512, 256))
+        used = builder.op("dot", [wide], (256, 256), fusible=False, heavy=True)
+        root = builder.op("exp", [used], (256, 256))
+        y = builder.op("dot", [root], (), fusible=False, heavy=True)
+        ct = builder.cotangent(())
+        first = builder.op("dot", [ct], (256, 256), fusible=False, heavy=True)
+        weight = builder.op("dot", [first, wide], (16, 16), fusible=False, heavy=True)
+        seen = builder.op("reshape", [weight], (256,), kind="VIEW")
+        second = builder.op("dot", [first, root], (256, 256), fusible=False, heavy=True)
+        graph = builder.build([y], [seen, second])
+        ids = {v: graph.values[v].producer for v in (wide, used, root, first, weight, seen, second)}
+        order = [ids[v] for v in (first, wide, weight, seen, used, root, second)]
+        schedule = build_schedule(graph, (made,), order=[op for op in order if op is not None])
+        simulate(graph, schedule)
+        barriers = [step for step in schedule.steps if step.action == "barrier"]
+        assert len(barriers) == 2
+        return set(barriers[1].values), seen
+
+    values, gradient = tied("concatenate")
+    assert gradient in values
+    values, gradient = tied("add")  # a kernel that others need makes it
+    assert gradient not in values
+
+
 def test_what_is_repeated_twice_is_two_values() -> None:
     """Without a barrier between, XLA would merge the repetitions and keep the first."""
     builder = GraphBuilder()
