@@ -57,7 +57,7 @@ _EXACT_LIMIT = 350  # nodes that the integer program copes with
 _UNCLEAR = 0.02  # a gap that the integer program may close, as a share of the program's cost
 _WIDE = 0.04  # a gap at which hot searches and a dearer bound are worth their seconds
 _RESTARTS, _HEAT = 6, 10.0  # hot searches, each from the sequence without repetitions
-_POLISHES = 6  # searches after them, from the best
+_POLISHES = 10  # searches after them, from the best
 # No rewrite is planned beside the rewrites if the starts find it at most this much dearer.
 _CLOSE = 1.02
 _CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
