@@ -40,6 +40,8 @@ Objective = Literal["seconds", "flops"]
 # kernels come close to the memory's. Without this factor recomputing a thin convolution would look cheaper than
 # recomputing the normalisation after it.
 _HEAVY_EFFICIENCY = 0.4
+# A matmul that does little but read one matrix, a recurrent network's weights say, comes close to the memory's.
+_STREAMED = 0.8
 # Where a graph's `__dict__` holds what was made of it, by device and objective.
 _MADE = "_condensed"
 
@@ -451,5 +453,10 @@ class _Price:
             if graph.values[v].producer not in own
         }  # fmt: skip
         moved = sum(stored_bytes(graph.values[v]) for v in (*read, *op.outputs))
-        seconds = max(compute, moved / device.memory_bytes_per_second)
-        return seconds / _HEAVY_EFFICIENCY if op.heavy else seconds
+        streaming = moved / device.memory_bytes_per_second
+        if not op.heavy:
+            return max(compute, streaming)
+        largest = max((stored_bytes(graph.values[v]) for v in read), default=0)
+        if op.name == "dot_general" and largest >= _STREAMED * moved:
+            return max(compute / _HEAVY_EFFICIENCY, streaming)
+        return max(compute, streaming) / _HEAVY_EFFICIENCY

@@ -148,9 +148,9 @@ def fit(
 ) -> Fitted:
     """Plans the wrappers inside a step so that the compiled step fits into `memory`, and says so only if it does.
 
-    The cheapest plans are compiled first; if they fit, that is all. Otherwise memory is tightened until the
-    compiler agrees, and relaxed while more than 5 % is unused and compiles are left. Of all that fit, the one
-    with the least roofline time is returned.
+    The cheapest plans are compiled first; if they fit, and the step without rematerialization may, it is compiled
+    too, and that is all. Otherwise memory is tightened until the compiler agrees, and relaxed while more than 2 %
+    is unused and compiles are left. Of all that fit, the one with the least roofline time is returned.
 
     Args:
         step: any function: a whole training step with `jax.grad` in it, or the gradient of a loss. Somewhere in

@@ -45,6 +45,8 @@ _FEW_COMBINATIONS = 4096
 _FEW_LIMITS = 8
 # An option that takes more memory has to be at least this much faster.
 _WORTHWHILE = 0.97
+# A smaller gain than this share of what an iteration takes is within the error of estimates.
+_NOTICED = 0.02
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,10 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
         )
         options.append(BodyOption(plan, seconds, saved_bytes, prices.fixed_bytes(saved)))
     best: list[BodyOption] = []
+    least_gain = _NOTICED * prices.condensed.problem.total_cost
     for option in sorted(options, key=lambda o: (o.total_bytes, o.seconds)):
-        if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
+        most = best[-1].seconds if best else math.inf
+        if option.seconds < min(_WORTHWHILE * most, most - least_gain):
             best.append(option)
     return best
 

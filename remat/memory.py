@@ -33,6 +33,10 @@ of XLA:GPU that decide about memory, without compiling:
    What a loop in the body stacks or sums is a buffer that is then copied into the stack, or added to the sum, of
    the loop around it; what it carries is not.
 
+8. *Convolutions.* The operand of a transposed convolution is dilated in memory, unless its kernel is reversed. The
+   gradient of its kernel reads copies of both operands; of the first it is all that is kept of it, unless a
+   barrier stands between, behind which it is made at once. So are those of other convolutions' kernels.
+
 What is not modelled: XLA's freedom to interleave independent work (where many small arrays compete it finds better
 and worse orders than ours), fragmentation, the scratch space of libraries and of matmuls whose long sum is split,
 most copies for layouts. `benchmarks/memory_model.py` holds the model against the compiler.

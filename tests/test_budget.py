@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -19,9 +19,10 @@ import remat
 from models import mlp
 from remat.budget import held, limit_bytes, plan_within
 from remat.errors import BudgetError
-from remat.graph import Graph
-from remat.memory import peak_bytes
+from remat.graph import Alternatives, Graph
+from remat.memory import peak_bytes, predict
 from remat.pareto import pareto
+from remat.plan import Certificate, Plan
 from remat.planning import make_plan
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Policy, Revolve, SaveAll, Sublinear
 from remat.policies.base import Decision
@@ -225,6 +226,70 @@ def test_a_fraction_is_one_of_the_predicted_peak_without_remat() -> None:
     same = remat.plan(LOSS, *ARGS, remat_policy=STEADY, budget=baseline // 2)
     text = remat.plan(LOSS, *ARGS, remat_policy=STEADY, budget=f"{baseline // 2}B")
     assert half == same == text
+
+
+def test_a_margin_is_left_to_the_prediction_unless_it_is_not_wanted() -> None:
+    made = [make_plan(training_graph(seed), Full()) for seed in range(4)]
+    for plan in made:
+        budget = plan.peak_bytes  # what there is is met exactly, if nothing needs less
+        careful = plan_within(plan.graph, STEADY, budget)
+        exact = plan_within(plan.graph, STEADY, budget, margin=0.0)
+        wide = plan_within(plan.graph, STEADY, int(budget / 0.97) + 1)
+        for found, limit in ((careful, budget), (exact, budget), (wide, int(budget / 0.97) + 1)):
+            assert found.peak_bytes <= limit
+        assert exact.recompute_seconds <= careful.recompute_seconds
+        assert exact.recompute_seconds == wide.recompute_seconds
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """Keeps everything, whatever the sites, and says that all plans cost the same but for `apart`."""
+
+    sites: tuple[frozenset[str], ...]
+    apart: int = 0
+    name: ClassVar[str] = "undecided"
+
+    def shortlist(self, menu: Alternatives, budget: int | None) -> tuple[frozenset[str], ...]:
+        del menu, budget
+        return self.sites
+
+    def sites_for(self, menu: Alternatives, budget: int | None) -> frozenset[str]:
+        return self.shortlist(menu, budget)[0]
+
+    def decide(self, graph: Graph) -> Decision:
+        cost = 10**6 + self.apart * len(graph.sites)
+        certificate = Certificate("made up", cost, cost)
+        return replace(SaveAll().decide(graph), certificate=certificate)
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        del budget_bytes
+        return self.decide(graph)
+
+
+def test_of_plans_that_cost_the_same_the_one_that_moves_less_is_taken() -> None:
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        window = ((1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        pooled = jax.lax.reduce_window(jnp.sin(x) * w, -jnp.inf, jax.lax.max, *window)
+        return jnp.sum(pooled * pooled)
+
+    args = (jnp.ones((4, 64, 64, 16)), jnp.ones(16))
+    exact = remat.plan(loss, *args, remat_policy=MinCut(implementations="exact")).graph.sites
+    assert exact
+    every, nothing = frozenset(exact), frozenset[str]()
+
+    def planned(*sites: frozenset[str], apart: int = 0) -> Plan:
+        return remat.plan(loss, *args, remat_policy=Undecided(sites, apart), budget="1GiB")
+
+    def traffic(plan: Plan) -> int:
+        return predict(plan.graph, plan.schedule).traffic_bytes
+
+    both = planned(every), planned(nothing)
+    assert [frozenset(plan.graph.sites) for plan in both] == [every, nothing]
+    assert traffic(both[0]) != traffic(both[1])
+    least = min(both, key=traffic)
+    for order in ((every, nothing), (nothing, every)):
+        assert planned(*order).graph.sites == least.graph.sites
+        assert planned(*order, apart=1000).graph.sites == ()  # cheaper by a tenth of a percent
 
 
 def test_a_policy_that_cannot_plan_within_a_budget_is_only_checked() -> None:

@@ -388,6 +388,20 @@ def test_seconds_are_arithmetic_or_traffic_and_matmuls_fall_short_of_the_data_sh
     assert all(slower > costs)
 
 
+@pytest.mark.parametrize(("rows", "streams"), [(8, True), (1024, False)])
+def test_a_matmul_that_only_reads_its_weights_takes_as_long_as_that(
+    rows: int, streams: bool
+) -> None:
+    from remat.devices import get_device
+
+    chip = get_device("h200")
+    problem = of_function(lambda x, w: jnp.sum((x @ w) ** 2), f32(rows, 512), f32(512, 512)).problem
+    moved = 4 * (rows * 512 + 512 * 512 + rows * 512)
+    exact = problem.costs[0] == pytest.approx(moved / chip.memory_bytes_per_second)
+    assert exact == streams
+    assert problem.costs[0] >= 0.999 * moved / chip.memory_bytes_per_second
+
+
 def test_measured_seconds_replace_the_roofline_of_the_operator_measured() -> None:
     plain = condense(costs_graph()).problem.costs
     costs = condense(costs_graph(), op_seconds={0: 3.5}).problem.costs

@@ -84,7 +84,9 @@ def test_the_cheapest_plan_is_enough_where_it_fits(plain: CompileReport) -> None
     assert found.budget_bytes is None and found.plans[0].recompute_flops == 0
 
 
+@pytest.mark.gpu_compile
 def test_with_memory_for_it_the_plain_step_itself_is_tried() -> None:
+    pytest.importorskip("jax_cuda13_plugin", reason="the GPU compiler is not installed")
     loss, args = cases.gpt_blocks_unrolled_small()
     plain = remat.compile_report(jax.grad(loss), *args, device="h200")
     step = gradient(loss)
@@ -93,7 +95,8 @@ def test_with_memory_for_it_the_plain_step_itself_is_tried() -> None:
     assert trial.knob == "no budget" and trial.fits and unchanged.fits
     assert unchanged.knob == "as without rematerialization"
     assert unchanged.temp_bytes == plain.temp_bytes
-    assert unchanged.report.kernels == plain.kernels
+    assert len(unchanged.report.kernels) == len(plain.kernels)
+    assert unchanged.report.hbm_traffic_bytes == plain.hbm_traffic_bytes
 
 
 def test_the_plain_step_is_compiled_only_where_it_may_fit() -> None:

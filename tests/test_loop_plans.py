@@ -299,8 +299,8 @@ def test_a_session_asks_at_most_a_handful_of_times(
 ) -> None:
     made: list[Counting] = []
 
-    def begin(policy: Any, limit: Any) -> Counting:
-        made.append(Counting(policy, limit))
+    def begin(policy: Any, limit: Any, margin: float) -> Counting:
+        made.append(Counting(policy, limit, margin))
         return made[-1]
 
     monkeypatch.setattr("remat.resolve.BudgetSession", begin)
@@ -315,7 +315,7 @@ def test_time_falls_as_the_budget_grows() -> None:
     """A peak at the loss head and two loops: what each may keep is a matter of where the peak is."""
     function, args = cases.lstm()
     found = []
-    for mebibytes in (795, 830, 865, 900, 950, 1010, 1070, 1200):
+    for mebibytes in (795, 830, 865, 900, 950, 1010, 1070, 1200, 1250):
         plan = remat.plan(function, *args, remat_policy=QUICK, budget=mebibytes << 20)
         assert plan.peak_bytes <= mebibytes << 20
         found.append(plan.recompute_seconds)
