@@ -1373,10 +1373,8 @@ def _laid_out(program: _Program, order: list[_Kernel], moved: Mapping[int, int])
         for root in kernel.reads:
             end[root] = i
         for index in kernel.copies:
-            tie = _tie_of(program, index)
-            first = (
-                i if tie is None else position[tie]
-            )  # XLA copies what a barrier lets through at once
+            tie = _tie_of(program, index)  # XLA copies what a barrier lets through at once
+            first = i if tie is None else position[tie]
             copied[index] = copied.get(index, (first, i))[0], i
     written = {instances[index].root for index in program.results}
     last = len(order) - 1
