@@ -384,10 +384,12 @@ class _Setting:
     Attributes:
         choice: of every loop the index of its option, None for whole loops with the least their bodies can keep.
         within: bytes for what is outside of loops, None for no limit.
+        keeps_least: whether without a limit nothing outside of loops is kept, instead of what a minimum cut keeps.
     """
 
     choice: tuple[int, ...] | None = None
     within: int | None = None
+    keeps_least: bool = False
 
 
 _Search = Generator[_Setting, Plan | None, None]
@@ -479,14 +481,16 @@ class BudgetSession(SteadyPlanner):
                 return replace(self._outside[key], graph=graph)
             except BudgetError:
                 self._refused = True  # the search goes on with another setting
-        plan = make_plan(graph, MinCut(device=self.device), barriers=barriers)
+        least = self._setting.keeps_least
+        plan = make_plan(graph, Full() if least else MinCut(device=self.device), barriers=barriers)
+        note = f"outside of loops: {'nothing is kept' if least else 'a minimum cut'}"
         return replace(
             plan,
             policy_name=self.policy.name,
             options=describe_options(self.policy),
             status="heuristic",  # the cut's proof says nothing of the loops
             certificate=None,
-            notes=("outside of loops: a minimum cut", *plan.notes),
+            notes=(note, *plan.notes),
         )
 
     def _within(self, graph: Graph, limit: int, barriers: bool, margin: float) -> Plan:
@@ -545,6 +549,7 @@ class BudgetSession(SteadyPlanner):
         if least.peak_bytes <= aim:
             yield from rounds.loops(aim)
         else:
+            yield from rounds.nothing_outside(aim)
             yield from rounds.outside(aim, _Setting())
             yield from rounds.loops(aim)
             if rounds.best is None:
@@ -607,6 +612,10 @@ class _Rounds:
         self.tried[setting] = plan
         if plan is None or setting.within is not None:
             return
+        if setting.keeps_least:  # says nothing of what loops have beside a cut
+            if plan.peak_bytes < self.smallest.peak_bytes:
+                self.smallest = plan
+            return
         found = predict(plan.graph, plan.schedule, loops=plan.loops)
         self.beside_kept = found.outside_peak_bytes - all_kept_bytes(options)
         self.beside_needed = found.loop_peak_bytes - needed_bytes(options)
@@ -666,6 +675,10 @@ class _Rounds:
 
     def _least_choice(self) -> tuple[int, ...]:
         return tuple(0 for _ in self.menus)
+
+    def nothing_outside(self, limit: int) -> Generator[_Setting, Plan | None, None]:
+        """Tries to keep nothing outside of loops, and the least in them."""
+        yield from self._try(_Setting(keeps_least=True), limit)
 
     def outside(self, limit: int, setting: _Setting) -> Generator[_Setting, Plan | None, None]:
         """Plans what is outside within what the loops of a setting leave."""
