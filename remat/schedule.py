@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from remat.graph import Graph, Op
 from remat.plan import Schedule, Step, form_of
@@ -428,10 +429,10 @@ class _Backward:
         what the operator would free. What is computed element by element is made by a kernel that others need.
         """
         graph = self.graph
-        start = max((i for i, s in enumerate(self.steps) if s.action == "barrier"), default=0)
+        since = list(takewhile(lambda step: step.action != "barrier", reversed(self.steps)))
         joined: set[int] = set()
         late: set[int] = set()
-        for step in self.steps[start:]:
+        for step in reversed(since):
             if step.action != "compute":
                 continue
             op = graph.ops[step.target]
