@@ -10,10 +10,11 @@ compiled program in ms; seconds to plan (tracing included) and to compile. Polic
 left out, with a line that says so.
 
 `--check` exits with 1 for what `benchmarks.budgets` calls missed (a compiled temp above its budget, or a row
-without a budget that fits and is better) and for a policy without a budget that fails. `--resume` takes rows over
-that were made with the same code; without `--json` it goes on writing there. `--small` takes tiny sizes, one budget
-and, unless told otherwise, the CPU's compiler without optimisation: it shows that everything works and measures
-nothing.
+without a budget that fits and is better), for a policy without a budget that fails, and where `monet` is slower
+than `checkmate` by the roofline of what was compiled, or finds no plan though `checkmate` does. `--resume` takes
+rows over that were made with the same code; without `--json` it goes on writing there. `--small` takes tiny sizes,
+one budget and, unless told otherwise, the CPU's compiler without optimisation: it shows that everything works and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from remat.policies import POLICIES
 
 __all__ = [
     "BUDGETED",
+    "DEEPER",
     "MODELS",
     "UNBUDGETED",
     "Encoded",
@@ -56,6 +58,8 @@ REFERENCES: tuple[str, ...] = ("min_cut", "echo")
 """Whose compiled temp memory is a budget; with `--small` only the first's."""
 SHARES: tuple[float, ...] = (0.7, 0.5)
 """Of the compiled temp memory of `none`, which are budgets."""
+DEEPER: Mapping[str, tuple[float, ...]] = {"transformer": (0.25,)}
+"""Further shares, of models whose smallest peak is far below the others'."""
 SMALL_SECONDS = 0.5
 _UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -191,10 +195,30 @@ def measure(wanted: Encoded, plain: Row, settings: Settings) -> Encoded:
 
 
 def violations(rows: Sequence[Encoded]) -> list[str]:
-    """What `benchmarks.budgets.violations` finds, and a line for every policy without a budget that failed."""
+    """Returns a line for everything that the rows of one model miss.
+
+    That is what `benchmarks.budgets.violations` finds, every policy without a budget that failed, and every budget
+    where `monet` finds no plan, or a slower program, though that of `checkmate` keeps to it.
+    """
     failed = [row for row in rows if row.budget_bytes is None and row.error is not None]
     lines = budgets.violations([row for row in rows if row not in failed])
+    theirs = {row.budget_bytes: row for row in rows if row.policy == "checkmate"}
+    for row in rows:
+        other = theirs.get(row.budget_bytes)
+        if row.policy != "monet" or other is None or other.error is not None:
+            continue
+        if row.error is None and other.temp_bytes > (row.budget_bytes or 0):
+            continue
+        if row.error is not None or row.roofline_seconds > other.roofline_seconds:
+            ours = "no plan" if row.error is not None else _milliseconds(row)
+            lines.append(
+                f"{row.model}, {row.label}: {ours}, {other.label!r} {_milliseconds(other)}"
+            )
     return [f"{row.model}, {row.label}: {row.error}" for row in failed] + lines
+
+
+def _milliseconds(row: Encoded) -> str:
+    return f"{row.roofline_seconds * 1e3:.3f} ms and {row.traffic_bytes / 2**30:.3f} GiB"
 
 
 def run_model(name: str, settings: Settings, results: Results[Encoded]) -> list[Encoded]:
@@ -218,19 +242,22 @@ def run_model(name: str, settings: Settings, results: Results[Encoded]) -> list[
     for policy in UNBUDGETED:
         if policy == NONE or policy in settings.policies:
             row("baseline", policy, policy, None)
-    for kind, what, budget in _budgets(done, settings):
+    for kind, what, budget in _budgets(done, settings, name):
         for policy in BUDGETED:
             if policy in settings.policies:
                 row(kind, f"{policy}, {what}", policy, budget)
     return done
 
 
-def _budgets(baselines: Sequence[Encoded], settings: Settings) -> Iterator[tuple[Kind, str, int]]:
+def _budgets(
+    baselines: Sequence[Encoded], settings: Settings, model: str = ""
+) -> Iterator[tuple[Kind, str, int]]:
     temp = {row.policy: row.temp_bytes for row in baselines if row.error is None}
     for name in settings.references:
         if name in temp:
             yield "at a baseline", f"as {name}", temp[name]
-    for share in settings.shares:
+    deeper = DEEPER.get(model, ()) if settings.shares == SHARES else ()
+    for share in (*settings.shares, *deeper):
         yield "between", f"{share:.0%} of none", round(share * temp[NONE])
 
 

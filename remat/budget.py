@@ -58,7 +58,7 @@ _STEP = 1.1
 _ROUNDS = 6
 _HOPE = 1.05
 # Costs that differ by less than this share are those of equally good plans.
-_ALIKE = 0.0005
+_ALIKE = 0.001
 
 
 def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:

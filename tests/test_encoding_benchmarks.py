@@ -104,6 +104,35 @@ def test_a_policy_that_fails_is_a_line_and_no_baseline() -> None:
     assert "compiled temp is" in line and "(+1 bytes" in line
 
 
+def test_monet_is_held_to_what_checkmate_reaches() -> None:
+    budget = dataclasses.replace(MIN_CUT_ROW, kind="between", budget_bytes=70)
+    theirs = dataclasses.replace(budget, label="checkmate, here", policy="checkmate")
+    ours = dataclasses.replace(budget, label="monet, here", policy="monet")
+    assert encodings.violations([NONE_ROW, theirs, ours]) == []
+    slower = dataclasses.replace(ours, roofline_seconds=2.5)
+    line = "m, monet, here: 2500.000 ms and 0.000 GiB, 'checkmate, here' 2000.000 ms and 0.000 GiB"
+    assert encodings.violations([NONE_ROW, theirs, slower]) == [line]
+    refused = dataclasses.replace(ours, error="no")
+    (line,) = encodings.violations([NONE_ROW, theirs, refused])
+    assert line.startswith("m, monet, here: no plan, 'checkmate, here'")
+    elsewhere = dataclasses.replace(theirs, budget_bytes=80)
+    above = dataclasses.replace(
+        theirs, temp_bytes=71
+    )  # a miss of its own, and no reason to be as fast
+    failed = dataclasses.replace(theirs, error="no")
+    assert encodings.violations([NONE_ROW, elsewhere, failed, slower]) == []
+    (line,) = encodings.violations([NONE_ROW, above, slower])
+    assert "compiled temp is" in line
+
+
+def test_a_model_whose_smallest_peak_is_far_below_has_a_deeper_budget() -> None:
+    kinds = encodings._budgets([NONE_ROW], Settings(), "transformer")
+    assert [budget for _, _, budget in kinds] == [70, 50, 25]
+    assert [b for _, _, b in encodings._budgets([NONE_ROW], Settings(), "vgg16")] == [70, 50]
+    asked = Settings(shares=(0.5,))
+    assert [b for _, _, b in encodings._budgets([NONE_ROW], asked, "transformer")] == [50]
+
+
 # --- rows
 
 
