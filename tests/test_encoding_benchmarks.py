@@ -116,9 +116,8 @@ def test_monet_is_held_to_what_checkmate_reaches() -> None:
     (line,) = encodings.violations([NONE_ROW, theirs, refused])
     assert line.startswith("m, monet, here: no plan, 'checkmate, here'")
     elsewhere = dataclasses.replace(theirs, budget_bytes=80)
-    above = dataclasses.replace(
-        theirs, temp_bytes=71
-    )  # a miss of its own, and no reason to be as fast
+    # A plan above its budget is a miss of its own, and no reason to be as fast.
+    above = dataclasses.replace(theirs, temp_bytes=71)
     failed = dataclasses.replace(theirs, error="no")
     assert encodings.violations([NONE_ROW, elsewhere, failed, slower]) == []
     (line,) = encodings.violations([NONE_ROW, above, slower])
