@@ -198,26 +198,25 @@ def violations(rows: Sequence[Encoded]) -> list[str]:
     """Returns a line for everything that the rows of one model miss.
 
     That is what `benchmarks.budgets.violations` finds, every policy without a budget that failed, and every budget
-    where `monet` finds no plan, or a slower program, though that of `checkmate` keeps to it.
+    for which `monet` finds no plan though `checkmate` does, or a slower program though that of `checkmate` keeps
+    to it.
     """
     failed = [row for row in rows if row.budget_bytes is None and row.error is not None]
     lines = budgets.violations([row for row in rows if row not in failed])
     theirs = {row.budget_bytes: row for row in rows if row.policy == "checkmate"}
     for row in rows:
         other = theirs.get(row.budget_bytes)
-        if row.policy != "monet" or other is None or other.error is not None:
+        budget = row.budget_bytes
+        if row.policy != "monet" or budget is None or other is None or other.error is not None:
             continue
-        if row.error is None and other.temp_bytes > (row.budget_bytes or 0):
-            continue
-        if row.error is not None or row.roofline_seconds > other.roofline_seconds:
-            ours = "no plan" if row.error is not None else _milliseconds(row)
-            lines.append(
-                f"{row.model}, {row.label}: {ours}, {other.label!r} {_milliseconds(other)}"
-            )
+        slower = row.roofline_seconds > other.roofline_seconds and other.temp_bytes <= budget
+        if row.error is not None or slower:
+            ours = "no plan" if row.error is not None else _speed(row)
+            lines.append(f"{row.model}, {row.label}: {ours}, {other.label!r} {_speed(other)}")
     return [f"{row.model}, {row.label}: {row.error}" for row in failed] + lines
 
 
-def _milliseconds(row: Encoded) -> str:
+def _speed(row: Encoded) -> str:
     return f"{row.roofline_seconds * 1e3:.3f} ms and {row.traffic_bytes / 2**30:.3f} GiB"
 
 
@@ -250,7 +249,7 @@ def run_model(name: str, settings: Settings, results: Results[Encoded]) -> list[
 
 
 def _budgets(
-    baselines: Sequence[Encoded], settings: Settings, model: str = ""
+    baselines: Sequence[Encoded], settings: Settings, model: str
 ) -> Iterator[tuple[Kind, str, int]]:
     temp = {row.policy: row.temp_bytes for row in baselines if row.error is None}
     for name in settings.references:

@@ -612,15 +612,16 @@ class _Rounds:
         self.tried[setting] = plan
         if plan is None or setting.within is not None:
             return
+        smaller = plan.peak_bytes < self.smallest.peak_bytes
+        if smaller:
+            self.smallest = plan
         if setting.keeps_least:  # says nothing of what loops have beside a cut
-            if plan.peak_bytes < self.smallest.peak_bytes:
-                self.smallest = plan
             return
+        if smaller:
+            self.smallest_setting = setting
         found = predict(plan.graph, plan.schedule, loops=plan.loops)
         self.beside_kept = found.outside_peak_bytes - all_kept_bytes(options)
         self.beside_needed = found.loop_peak_bytes - needed_bytes(options)
-        if plan.peak_bytes < self.smallest.peak_bytes:
-            self.smallest, self.smallest_setting = plan, setting
 
     def _options(self, setting: _Setting) -> list[LoopOption]:
         if setting.choice is None:

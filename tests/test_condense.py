@@ -397,9 +397,21 @@ def test_a_matmul_that_only_reads_its_weights_takes_as_long_as_that(
     chip = get_device("h200")
     problem = of_function(lambda x, w: jnp.sum((x @ w) ** 2), f32(rows, 512), f32(512, 512)).problem
     moved = 4 * (rows * 512 + 512 * 512 + rows * 512)
-    exact = problem.costs[0] == pytest.approx(moved / chip.memory_bytes_per_second)
+    reading = moved / chip.memory_bytes_per_second
+    computing = 2 * rows * 512 * 512 / chip.matmul_flops_per_second("f32") / 0.4
+    exact = problem.costs[0] == pytest.approx(reading + 0.01 * computing)
     assert exact == streams
-    assert problem.costs[0] >= 0.999 * moved / chip.memory_bytes_per_second
+    assert problem.costs[0] >= 0.999 * reading
+
+
+def test_of_two_products_that_take_as_long_the_one_with_fewer_bytes_is_cheaper() -> None:
+    def seconds(rows: int, depth: int) -> float:
+        left, right = f32(rows, depth), f32(depth, rows)
+        return of_function(lambda x, w: jnp.sum((x @ w) ** 2), left, right).problem.costs[0]
+
+    # 2^37 operations both, 1.9 times the bytes.
+    square, flat = seconds(4096, 4096), seconds(8192, 1024)
+    assert square < flat < 1.01 * square
 
 
 def test_measured_seconds_replace_the_roofline_of_the_operator_measured() -> None:

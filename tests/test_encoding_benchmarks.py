@@ -81,14 +81,14 @@ def test_policies_that_are_not_registered_are_left_out_and_said_to_be(
 def test_budgets_are_the_temps_of_references_and_shares_of_none() -> None:
     echo = dataclasses.replace(MIN_CUT_ROW, label="echo", policy="echo", temp_bytes=40)
     settings = Settings(shares=(0.75, 0.5))
-    assert [*encodings._budgets([NONE_ROW, MIN_CUT_ROW, echo], settings)] == [
+    assert [*encodings._budgets([NONE_ROW, MIN_CUT_ROW, echo], settings, "m")] == [
         ("at a baseline", "as min_cut", 60),
         ("at a baseline", "as echo", 40),
         ("between", "75% of none", 75),
         ("between", "50% of none", 50),
     ]
     failed = dataclasses.replace(echo, temp_bytes=0, error="no")
-    assert [b for _, _, b in encodings._budgets([NONE_ROW, failed], settings)] == [75, 50]
+    assert [b for _, _, b in encodings._budgets([NONE_ROW, failed], settings, "m")] == [75, 50]
 
 
 def test_a_policy_that_fails_is_a_line_and_no_baseline() -> None:
