@@ -15,8 +15,8 @@ A buffer that a single element-wise kernel reads and overwrites is one node with
 
 Coarsening loses plans in which another fused value is kept; the cut of `min_cut` finds those worth it.
 A node's cost is the roofline time of its kernel: the greater of its arithmetic and of the buffers it reads and
-writes, and 1 % of the lesser, which decides between plans that are equal otherwise; matmuls and convolutions are
-taken to reach 40 % of what the data sheet promises.
+writes, and a thousandth of the lesser, which decides between plans that are equal otherwise; matmuls and
+convolutions are taken to reach 40 % of what the data sheet promises.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Objective = Literal["seconds", "flops"]
 _HEAVY_EFFICIENCY = 0.4
 # A matmul that does little but read one matrix, a recurrent network's weights say, comes close to the memory's.
 _STREAMED = 0.8
-# Traffic and arithmetic never overlap completely: so much of the lesser is paid beside the greater. Of plans whose
-# rooflines are equal the one with fewer bytes, or fewer operations, is then the cheaper.
-_EXPOSED = 0.01
+# Traffic and arithmetic never overlap completely: this share of the lesser is paid beside the greater. Of plans
+# whose rooflines are equal the one with fewer bytes, or fewer operations, is then the cheaper.
+_EXPOSED = 0.001
 # Where a graph's `__dict__` holds what was made of it, by device and objective.
 _MADE = "_condensed"
 

@@ -446,6 +446,9 @@ def search(
         found = None
         if target is not None and (low is not None or options.max_compiles - compiles() > 1):
             found = knob.at(target, low, high)
+            if low is not None and found is not None and _is_among(found, trials):
+                # Plans come in steps, of a loop say, and the next one may begin just above.
+                found = knob.at((target + high.predicted_bytes) // 2, low, high)
         if low is None and (found is None or _is_among(found, trials)):
             found = least = knob.least()
         if found is None or _is_among(found, trials):

@@ -47,6 +47,8 @@ _FEW_LIMITS = 8
 _WORTHWHILE = 0.97
 # A smaller gain than this share of what an iteration takes is within the error of estimates.
 _NOTICED = 0.02
+# Values that save bytes at rates that differ by less than this share are equally good to drop.
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
@@ -145,23 +147,28 @@ class _Prices:
         return sum(stored_bytes(graph.values[v]) for v in fixed)
 
     def dropping(self, saved: frozenset[int], price: tuple[int, float]) -> Iterator[frozenset[int]]:
-        """Drops one kept value after the other, each time the one with the most bytes per second."""
+        """Drops one kept value after the other, each time the one with the most bytes per second.
+
+        Of equals the smallest goes first: the fewer bytes between two options, the closer one comes to a budget.
+        """
         graph = self.condensed.graph
         while True:
-            best: tuple[float, int, frozenset[int]] | None = None
+            drops: list[tuple[float, int, tuple[int, float], frozenset[int]]] = []
             for value in sorted(saved & self.varying):
                 producer = graph.values[value].producer
                 if producer is None or not graph.ops[producer].recomputable:
                     continue
                 less = required_saves(graph, saved - {value})
                 saved_bytes, seconds = self(less)
-                if saved_bytes < price[0]:
-                    rate = (seconds - price[1]) / (price[0] - saved_bytes)
-                    best = min(best or (math.inf, 0, less), (rate, value, less))
-            if best is None:
+                dropped_bytes = price[0] - saved_bytes
+                if dropped_bytes > 0:
+                    rate = (seconds - price[1]) / dropped_bytes
+                    drops.append((rate, dropped_bytes, (saved_bytes, seconds), less))
+            if not drops:
                 return
-            saved = best[2]
-            price = self(saved)
+            least = min(rate for rate, *_ in drops)
+            alike = [drop for drop in drops if drop[0] - least <= _ALIKE * abs(least)]
+            *_, price, saved = min(alike, key=lambda drop: drop[1])
             yield saved
 
 

@@ -549,6 +549,13 @@ def test_other_plans_are_tried_where_the_least_are_not_the_smallest() -> None:
     assert [trial.predicted_bytes for trial in trials if trial.fits] == [400]
 
 
+def test_plans_in_steps_are_passed_over_for_the_next() -> None:
+    """The step above the one that fits begins just above where the compiler's answers point to."""
+    knob = FakeKnob([5690, 9280, 15160], 1.029, 0, FIXED + 9600)
+    trials = search(knob, options(knob.limit), lambda: len(knob.made))
+    assert [trial.predicted_bytes for trial in trials] == [15160, 5690, 9280]
+
+
 def test_plans_of_another_kind_are_the_last_resort() -> None:
     class TwoKinds(FakeKnob):
         def another(self) -> Trial | None:
