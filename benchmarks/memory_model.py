@@ -1,4 +1,4 @@
-"""The memory model against the compiler: predicted and compiled temp memory of every model x policy.
+"""The memory model against the compiler: predicted and compiled temp memory of models under policies.
 
     python -m benchmarks.memory_model [CASE ...] [--device h200] [--json FILE] [--cache FILE] [--check]
 

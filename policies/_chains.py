@@ -47,6 +47,7 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.errors import PolicyError
+from remat.interrupt import interrupted
 from remat.policies._segments import Emitter, needed_again
 from remat.policies.problem import Problem, replay
 
@@ -1137,12 +1138,13 @@ class PreparedChain:
 
     def solve(self, budget_bytes: int, *, slots: int = 500) -> ChainPlan | None:
         """Returns the cheapest plan of all forms within the budget; see `solve_chain`."""
-        plans = [_solve_form(form, stages, budget_bytes, slots) for form, stages in self.forms]
-        return min(
-            (plan for plan in plans if plan is not None),
-            key=lambda plan: (plan.extra_cost, plan.peak_bytes),
-            default=None,
-        )
+        plans: list[ChainPlan] = []
+        for form, stages in self.forms:
+            plan = _solve_form(form, stages, budget_bytes, slots)
+            plans += [] if plan is None else [plan]
+            if interrupted():
+                break
+        return min(plans, key=lambda plan: (plan.extra_cost, plan.peak_bytes), default=None)
 
 
 def _solve_form(

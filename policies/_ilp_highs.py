@@ -11,8 +11,8 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from remat.interrupt import Keyboard
 from remat.policies._ilp_rows import Rows
-from remat.policies._interrupt import Keyboard
 
 __all__ = ["LpOutcome", "MipOutcome", "Stop", "run_lp", "run_mip"]
 
@@ -144,7 +144,7 @@ def run_mip(
         kinds.kCallbackMipLogging,
     ):
         highs.startCallback(kind)
-    with interrupt.keyboard.watched(raises=False):
+    with interrupt.keyboard.watched(raises="never"):
         highs.run()
     if interrupt.error is not None:
         raise interrupt.error
@@ -194,7 +194,7 @@ def run_lp(
     highs.setCallback(callback, None)
     highs.startCallback(kinds.kCallbackSimplexInterrupt)
     highs.startCallback(kinds.kCallbackIpmInterrupt)
-    with interrupt.keyboard.watched(raises=False):
+    with interrupt.keyboard.watched(raises="never"):
         highs.run()
     if interrupt.error is not None:
         raise interrupt.error

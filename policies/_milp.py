@@ -28,6 +28,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from remat.interrupt import Keyboard
 from remat.policies._ilp_cut import CutBound, SavedSet, cut_bound, once_each
 from remat.policies._ilp_highs import LpMethod, MipOutcome, Stop, run_lp, run_mip
 from remat.policies._ilp_stages import (
@@ -38,7 +39,6 @@ from remat.policies._ilp_stages import (
     relax_stages,
     without_idle_repeats,
 )
-from remat.policies._interrupt import Keyboard
 from remat.policies.problem import Problem, Replayed, replay
 
 __all__ = [

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from remat.interrupt import Keyboard
 from remat.policies._ilp_highs import MipOutcome, Stop, run_mip
 from remat.policies._ilp_stages import Stage, relax_stages
-from remat.policies._interrupt import Keyboard
 from remat.policies._milp import SolveStatus, cut_bound, solve_restricted
 from remat.policies._monet_model import LocalMemory, MonetModel, Plan, build_monet, monet_stages
 from remat.policies.choice import ChoiceProblem, replay_choices

@@ -45,8 +45,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from remat.interrupt import Keyboard
 from remat.policies import _search_kernel as plain
-from remat.policies._interrupt import Keyboard
 from remat.policies.problem import Ints, Problem, replay
 
 __all__ = ["Ended", "Found", "SearchState", "is_compilable", "renumbered", "search"]

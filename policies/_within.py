@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.errors import BudgetError
+from remat.interrupt import interrupted
 from remat.plan import Certificate, Status
 from remat.policies._ilp_cut import CutBound, once_each
 from remat.policies._segments import grid_search, recursive_segments, sequence_of_saved
@@ -62,6 +63,16 @@ class Pool:
         """Judges several sequences with their labels."""
         for label, sequence in found:
             self.offer(label, sequence)
+            if self.best is not None and interrupted():
+                return
+
+    @property
+    def extra(self) -> str:
+        """What the best costs, in words."""
+        if self.best is None:
+            return "nothing that fits"
+        share = self.best.replayed.extra_cost / max(self.problem.total_cost, 1e-300)
+        return f"{100 * share:.2f} % extra"
 
     @property
     def start(self) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 from remat.devices import get_device
 from remat.errors import PolicyError
 from remat.graph import Graph
+from remat.interrupt import interrupted, say, solver_says
 from remat.policies._checkmate_model import round_lp
 from remat.policies._ilp_cut import cut_bound
 from remat.policies._milp import solve_restricted
@@ -34,6 +35,7 @@ from remat.policies._within import Pool, cuts_of, decision_of, infeasible, start
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
 from remat.policies.problem import peak_of_order
+from remat.report import human_bytes
 
 __all__ = ["Checkmate"]
 
@@ -97,7 +99,10 @@ class Checkmate:
         everything = pool.offer("keep all", problem.first_runs.tolist())
         if everything.replayed.peak_bytes <= budget_bytes:
             return decision_of(condensed, everything, 0.0, ())
-        bound = cut_bound(problem, budget_bytes)
+        say(
+            f"{self.name}: {len(problem):,} buffers within {human_bytes(budget_bytes)}: a bound, and starts"
+        )
+        bound = cut_bound(problem, budget_bytes, stop=interrupted)
         if bound.smallest_bytes > budget_bytes:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         if self.method == "approximate":
@@ -107,13 +112,15 @@ class Checkmate:
                     f"has {len(problem)} buffers, the limit is {_ROUNDING_LIMIT}. Use method='optimal' or "
                     "remat_policy='ilp'."
                 )
-            solved = round_lp(problem, budget_bytes, seconds=self.seconds)
+            say(f"{self.name}: relaxation, {self.seconds:.0f} s at most")
+            solved = round_lp(problem, budget_bytes, seconds=self.seconds, stop=interrupted)
         else:
             pool.offer_all((*starts(condensed), *cuts_of(problem, bound)))
             if pool.best is None:
                 pool.offer_all(starts(condensed, frugal=True))
             start = pool.start
-            if is_compilable():
+            if is_compilable() and not interrupted():
+                say(f"{self.name}: local search, from {pool.extra}")
                 found = search(
                     problem,
                     budget_bytes,
@@ -121,12 +128,15 @@ class Checkmate:
                     proposals=_START_EFFORT * len(problem),
                 )
                 start = pool.offer("local search", found.sequence.tolist()).sequence
+            say(f"{self.name}: integer program, {self.seconds:.0f} s at most, from {pool.extra}")
             solved = solve_restricted(
                 problem,
                 budget_bytes,
                 start=start,
                 seconds=self.seconds,
                 gap=self.gap,
+                stop=interrupted,
+                progress=solver_says(f"{self.name}: integer program", problem.total_cost),
             )
         if solved.sequence is not None:
             pool.offer(solved.method, solved.sequence)

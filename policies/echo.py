@@ -17,8 +17,8 @@ Guarantee: never more than plain differentiation keeps (`remat.schedule.no_remat
 in bytes kept nor in the peak that the referee (`remat.simulate`, which leaves out what XLA fuses away) finds in
 the schedule. No compute-bound and no random operator runs again. The bytes Algorithm 1 keeps depend on the
 graph's structure alone; the peak depends also on the order of its operators, and so does what departure 5 gives
-up. Complexity: linear in operators and operands, and one schedule and its replay; where the peak needs more than
-a glance (departure 5), a few more of these, at most logarithmically many.
+up. Complexity: linear in operators and operands; where the peak needs more than a glance (departure 5), a few
+schedules and their replays, at most logarithmically many.
 
 Departures from the paper:
 
@@ -35,10 +35,11 @@ Departures from the paper:
 4. Random bits end a path too, as drawing them is work; dropout's masks are then kept as bits. Masks made of
    nothing but arguments and constants (a causal mask) are computed again.
 5. Algorithm 1 bounds the bytes kept, not the peak: what is recomputed is alive beside what it is computed from.
-   Echo's peak is therefore held against the bytes that plain differentiation keeps, which no peak of it is below,
-   and if it is higher, against its replay. If it is higher still, the partitions with most bytes alive at the peak
-   are given up, twice as many every time, until it is not; in the end everything is kept. `bound_peak=False`
-   leaves this out. What the compiler then allocates (`remat.memory`) is not bounded.
+   Echo's peak, or what it cannot exceed if that suffices, is therefore held against the bytes that plain
+   differentiation keeps, which no peak of it is below, and if it is higher, against its replay. If it is higher
+   still, the partitions with most bytes alive at the peak are given up, twice as many every time, until it is not;
+   in the end everything is kept. `bound_peak=False` leaves this out. What the compiler then allocates
+   (`remat.memory`) is not bounded.
 6. Values that cannot be kept (`Value.savable` is False: plans for `jax.checkpoint`) are always computed again,
    also by compute-bound operators, and also in the baseline that Echo is held against.
 """
@@ -50,10 +51,11 @@ import gc
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar
 
 from remat.graph import Graph, Op
-from remat.plan import Schedule, stored_bytes
+from remat.plan import Schedule, form_of, stored_bytes
 from remat.policies.base import Decision
 from remat.schedule import build_schedule
 from remat.simulate import Timeline, simulate
@@ -330,6 +332,60 @@ def _is_light(op: Op) -> bool:
 # --- the peak ---
 
 
+def _peak_bound_bytes(graph: Graph, kept: Collection[int]) -> int:
+    """Returns bytes that the peak of `build_schedule(graph, kept)` does not exceed, without a schedule.
+
+    Whatever order it recomputes in, a value is there at most from the first to the last of the operators that need
+    it; all of these are taken to be there together.
+    """
+    forward, backward = [*graph.forward_ops()], [*graph.backward_ops()]
+    turn, end = len(forward), len(graph.ops)
+    last_forward = {v: place for place, op in enumerate(forward) for v in op.inputs}
+    last = {v: place for place, op in enumerate(backward, turn) for v in op.inputs}
+    first = {v: end - place for place, op in enumerate(reversed(backward), 1) for v in op.inputs}
+    for value in graph.gradients:
+        first.setdefault(value, end)
+        last[value] = end
+    for op in reversed(forward):
+        # If it runs again, it makes all of its results.
+        if any(v in last and v not in kept for v in op.outputs):
+            start = min(first.get(v, end) for v in op.outputs)
+            stop = max(last.get(v, turn) for v in op.outputs)
+            for value in op.inputs:
+                first[value] = min(start, first.get(value, end))
+                last[value] = max(stop, last.get(value, turn))
+            first.update(dict.fromkeys(op.outputs, start))
+            last.update(dict.fromkeys(op.outputs, stop))
+
+    free = {*graph.sources, *graph.cotangents, *graph.outputs, *graph.gradients}
+    written = {v for op in graph.ops if not op.fusible for v in op.inputs}
+    change = [0] * (end + 2)
+
+    def hold(nbytes: int, start: int, stop: int) -> None:
+        change[start] += nbytes
+        change[stop + 1] -= nbytes
+
+    for place, op in enumerate((*forward, *backward)):
+        for index in op.outputs:
+            value = graph.values[index]
+            is_kept = index in kept
+            is_fused = op.fusible and index not in written and not is_kept
+            width = 0 if index in free or is_fused else value.nbytes
+            if place >= turn:
+                hold(width, place, last.get(index, place))
+                continue
+            # A mask that is drawn is packed and read back at once, kept or not: for a moment it is there twice.
+            is_coded = value.dtype == "bool" or form_of(value) != "raw"
+            coded = stored_bytes(value) if is_coded else 0
+            read = last_forward.get(index, place)
+            hold(width + coded, place, read)
+            if index in last and is_kept:
+                hold(coded if is_coded else width, read + 1, last[index])
+            if index in last and (is_coded or not is_kept):
+                hold(width if is_kept else width + coded, first[index], last[index])
+    return max(accumulate(change))
+
+
 class _Replayed:
     """A schedule and what the referee says of it, asked only when needed."""
 
@@ -355,9 +411,12 @@ class _Replayed:
 
     def is_above(self, other: _Replayed) -> bool:
         """Whether the peak is higher than the other's."""
+        held_bytes = other.held_bytes()
+        # Each saves what comes after it: both replays, which is the usual case, and that of the other.
+        if _peak_bound_bytes(self.graph, self.kept) <= held_bytes:
+            return False
         peak_bytes = self.timeline.peak_bytes
-        # The first is the usual case and saves the replay of the other.
-        return peak_bytes > other.held_bytes() and peak_bytes > other.timeline.peak_bytes
+        return peak_bytes > held_bytes and peak_bytes > other.timeline.peak_bytes
 
     def alive_at_peak(self) -> set[int]:
         """Returns the values that are there at the peak, as they are or as bits."""

@@ -40,6 +40,7 @@ from typing import ClassVar, Literal, Protocol
 from remat.devices import get_device
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations
+from remat.interrupt import Keyboard, interrupted, say, solver_says
 from remat.policies._chains import solve_chain
 from remat.policies._ilp_cut import cut_bound
 from remat.policies._joint_bound import joint_bound
@@ -50,6 +51,7 @@ from remat.policies.base import Decision, check_implementations, choose_sites
 from remat.policies.condense import Condensed, Objective, condense
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import peak_of_order
+from remat.report import human_bytes
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
@@ -187,7 +189,10 @@ class Ilp:
         everything = pool.offer("keep all", problem.first_runs.tolist())
         if everything.replayed.peak_bytes <= budget_bytes:
             return decision_of(condensed, everything, 0.0, ())
-        bound = cut_bound(problem, budget_bytes)
+        say(
+            f"{self.name}: {len(problem):,} buffers within {human_bytes(budget_bytes)}: a bound, and starts"
+        )
+        bound = cut_bound(problem, budget_bytes, stop=interrupted)
         if bound.smallest_bytes > budget_bytes:
             pool.offer_all(starts(condensed, frugal=True))
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
@@ -202,20 +207,24 @@ class Ilp:
 
     def _improve(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
         """Improves the pool's best; returns the bound and notes."""
-        if self.method == "starts":
+        if self.method == "starts" or interrupted():
             return proven, ()
         count = len(pool.problem)
         notes = list(self._search(pool, self.effort // 20, 0))
         if self.method == "search" or not self._good_enough(pool, proven, self.tolerance):
-            if count <= _CHAIN_LIMIT:
-                chain = solve_chain(pool.problem, pool.budget_bytes)
-                if chain is not None:
-                    pool.offer("chain", chain.sequence)
+            if count <= _CHAIN_LIMIT and not interrupted():
+                say(f"{self.name}: dynamic program across blocks, from {pool.extra}")
+                with Keyboard().caught():  # it has nothing to show before it is done
+                    chain = solve_chain(pool.problem, pool.budget_bytes)
+                    if chain is not None:
+                        pool.offer("chain", chain.sequence)
             notes += self._search(pool, self.effort, 1)
-        if self.method == "auto" and count <= _EXACT_LIMIT:
+        if self.method == "auto" and count <= _EXACT_LIMIT and not interrupted():
             proven, more = self._narrow(pool, proven)
             notes += more
         unclear = not self._good_enough(pool, proven, _UNCLEAR) and count <= _EXACT_LIMIT
+        if interrupted():
+            return proven, tuple(notes)
         if self.method == "exact" or (self.method == "auto" and count <= self.exact_limit):
             proven, note = self._exact(pool, proven, self.seconds)
             notes.append(note)
@@ -232,9 +241,15 @@ class Ilp:
             return proven, ()
         proposals = max(1, self.effort) * len(problem)
         for seed in range(_RESTARTS):
+            if interrupted():
+                break
+            say(f"{self.name}: hot search {seed + 1} of {_RESTARTS}, from {pool.extra}")
             found = search(problem, pool.budget_bytes, proposals=proposals, seed=seed, heat=_HEAT)
             pool.offer(f"hot search {seed}", found.sequence.tolist())
         for seed in range(_POLISHES):
+            if interrupted():
+                break
+            say(f"{self.name}: search {seed + 1} of {_POLISHES} from the best, {pool.extra}")
             found = search(
                 problem,
                 pool.budget_bytes,
@@ -245,9 +260,14 @@ class Ilp:
             )
             pool.offer("hot search, searched on", found.sequence.tolist())
         notes.append(f"hot searches: {_RESTARTS}, then {_POLISHES} from the best")
+        if interrupted():
+            return proven, tuple(notes)
         if pool.best is not None and not self._good_enough(pool, proven, _WIDE):
+            say(f"{self.name}: a bound from several moments, for {pool.extra}")
             enough = pool.best.replayed.extra_cost - _UNCLEAR * problem.total_cost
-            joint = joint_bound(problem, pool.budget_bytes, seconds=self.seconds, enough=enough)
+            joint = joint_bound(
+                problem, pool.budget_bytes, seconds=self.seconds, enough=enough, stop=interrupted
+            )
             pool.solver_seconds += joint.solve_seconds
             proven = max(proven, min(joint.bound, pool.best.replayed.extra_cost))
             notes.append(f"bound from {joint.stages} moments after {joint.solve_seconds:.1f} s")
@@ -260,11 +280,13 @@ class Ilp:
         return pool.best.replayed.extra_cost - proven <= tolerance * (total + proven)
 
     def _exact(self, pool: Pool, proven: float, seconds: float) -> tuple[float, str]:
+        say(f"{self.name}: integer program, {seconds:.0f} s at most, from {pool.extra}")
         solved = solve_restricted(
             pool.problem,
             pool.budget_bytes,
             start=pool.start,
             seconds=seconds,
+            progress=solver_says(f"{self.name}: integer program", pool.problem.total_cost),
         )
         pool.solver_seconds += solved.solve_seconds
         if solved.sequence is not None:
@@ -273,8 +295,11 @@ class Ilp:
         return max(proven, solved.bound), note
 
     def _search(self, pool: Pool, effort: int, seed: int) -> tuple[str, ...]:
+        if interrupted():
+            return ()
         compiled = is_compilable()
         start = time.perf_counter()
+        say(f"{self.name}: local search, from {pool.extra}")
         found = search(
             pool.problem,
             pool.budget_bytes,

@@ -74,8 +74,7 @@ class Sublinear:
         """
         condensed = condense(graph, device=self.device)
         pool = Pool(condensed.problem, budget_bytes)
-        for label, sequence in self._family(condensed):
-            pool.offer(label, sequence)
+        pool.offer_all(self._family(condensed))
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, 0)
         return _heuristic(decision_of(condensed, pool.best, 0.0, ()))

@@ -6,6 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from remat import _compat, operator_substitution
 from remat.errors import PolicyError, TraceError
+from remat.interrupt import Progress, planning
 from remat.lower import Planner, StagedFunction
 from remat.override import active_attempt
 from remat.plan import Plan
@@ -351,6 +353,7 @@ def plan(
     prevent_cse: bool | Sequence[bool] = True,
     lowering: str = "staged",
     nested_checkpoints: str = "take_over",
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plans a function without running it.
@@ -361,6 +364,9 @@ def plan(
         remat_policy, budget: as in `remat.checkpoint`; only policies of ours can be planned.
         argnums: which positional arguments are differentiated, as in `jax.grad`.
         static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints: as in `remat.checkpoint`.
+        progress: called with one line whenever something that takes time begins; by default the logger `remat`
+            is told, at level INFO. Only planning within a budget takes long. Ctrl-C ends that with the best plan so
+            far, whose notes say so; pressed twice, or if there is no plan yet, it is a KeyboardInterrupt.
 
     Returns:
         The plan; `print` it for the explanation, pass it as `remat_policy=` to use it.
@@ -388,7 +394,8 @@ def plan(
         for flag, v in zip((*lifted, *chosen), program.inputs, strict=True)
     )
     check_differentiable(traced.function.whole, flags)
-    return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
+    with planning(progress) if resolved.takes_long else nullcontext():
+        return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
 
 
 def _differentiated(

@@ -8,7 +8,8 @@ from typing import Any
 
 from remat.errors import BudgetError
 from remat.fit import Fitted, finish, fit_options
-from remat.fitting import Job, Knob, Options, Progress, Trial, choose_knob, too_large
+from remat.fitting import Job, Knob, Options, Trial, choose_knob, too_large
+from remat.interrupt import Progress
 from remat.report import human_bytes, table
 
 __all__ = ["BatchTrial", "MaxBatch", "max_batch"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from remat.errors import BudgetError
 from remat.graph import Alternatives, Graph
+from remat.interrupt import interrupted, raise_interrupt, say
 from remat.loops import (
     BodyOption,
     LoopOption,
@@ -59,6 +60,7 @@ _ROUNDS = 6
 _HOPE = 1.05
 # Costs that differ by less than this share are those of equally good plans.
 _ALIKE = 0.001
+_INTERRUPTED = "interrupted: the best plan so far"
 
 
 def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
@@ -99,6 +101,7 @@ def plan_within(
     if offered.best is None:
         offered.best = _simple(graph, policy, budget_bytes, barriers)
     if offered.best is None:
+        raise_interrupt()
         if offered.smallest is None:
             assert offered.error is not None
             raise offered.error
@@ -157,6 +160,8 @@ class _Offers:
         target, low, high = aim_bytes, 0, math.inf
         self.error = None
         for _ in range(_ATTEMPTS):
+            if self.best is not None and interrupted():
+                return
             try:
                 plan = self._ask(target, aim_bytes)
             except BudgetError as error:
@@ -446,6 +451,9 @@ class BudgetSession(SteadyPlanner):
         traffic: dict[int, int] = {}
         planned: list[tuple[float, int]] = []  # certificates' costs, with indices
         for index, chosen in enumerate(found):
+            if interrupted() and planned:
+                break
+            say(f"{self.policy.name}: choice {index + 1} of {len(found)} of rewrites")
             graph = menu.graph(chosen)
             try:
                 plan = plan_within(
@@ -532,6 +540,8 @@ class BudgetSession(SteadyPlanner):
                 baseline_peak_bytes=self.least.baseline_peak_bytes,
                 baseline_saved_bytes=self.least.baseline_saved_bytes,
             )
+        if interrupted():
+            plan = replace(plan, notes=(*plan.notes, _INTERRUPTED))
         return held(plan, self.limit)
 
     def _settings(self, least: Plan) -> _Search:
@@ -631,6 +641,11 @@ class _Rounds:
     def _try(self, setting: _Setting, limit: int) -> Generator[_Setting, Plan | None, Plan | None]:
         """Plans with a setting, unless that was done; takes it if it fits and is the cheapest."""
         if setting not in self.tried:
+            if interrupted():
+                if self.best is None:
+                    raise KeyboardInterrupt
+                return None
+            say(f"loops and what is outside of them, round {len(self.tried) + 1}")
             self._note(setting, (yield setting))
         plan = self.tried[setting]
         if plan is not None and plan.peak_bytes <= limit:

@@ -230,6 +230,7 @@ def _plan(options: argparse.Namespace) -> int:
             remat_policy=policy,
             budget=_budget(options.budget),
             argnums=options.argnums,
+            progress=progress,
         )
         if options.plot is not None:
             progress(f"drawing {options.plot}")

@@ -18,6 +18,7 @@ import jax
 
 from remat.api import checkpoint, plan
 from remat.compile import compile_report
+from remat.interrupt import Progress, or_log
 from remat.plan import Plan
 from remat.policies.base import Policy, describe_options
 from remat.report import human_bytes, human_flops, human_seconds, table
@@ -69,9 +70,6 @@ class Row:
     error: str | None = None
 
 
-Progress = Callable[[str], None]
-
-
 def compare(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -119,7 +117,7 @@ def iter_compare(
     compile: bool = True,
 ) -> Iterator[Row]:
     """Yields the rows of `compare` one by one, so that an interrupted comparison keeps what it has."""
-    job = _Job(function, tuple(args), device, argnums, compile, progress or (lambda line: None))
+    job = _Job(function, tuple(args), device, argnums, compile, or_log(progress))
     for policy in policies:
         yield job.row(policy)
 

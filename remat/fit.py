@@ -17,7 +17,8 @@ import jax
 from remat.compile import CompileReport
 from remat.devices import get_device
 from remat.errors import BudgetError, CompileError
-from remat.fitting import Job, Knob, Options, Progress, Trial, choose_knob, search, too_large
+from remat.fitting import Job, Knob, Options, Trial, choose_knob, search, too_large
+from remat.interrupt import Progress, or_log, planning
 from remat.plan import Plan
 from remat.report import human_bytes, human_seconds, table
 from remat.resolve import parse_budget
@@ -224,7 +225,7 @@ def fit_options(
         static_argnums=_as_tuple(static_argnums),
         donate_argnums=_as_tuple(donate_argnums),
         compiler_options=compiler_options,
-        progress=progress or (lambda line: None),
+        progress=or_log(progress),
     )
 
 
@@ -259,7 +260,13 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
         BudgetError: nothing fits.
     """
     limit = job.options.limit_bytes
-    trials = search(knob, job.options, lambda: len(job.trials), known)
+    try:
+        with planning(job.options.progress):
+            trials = search(knob, job.options, lambda: len(job.trials), known)
+    except KeyboardInterrupt:
+        trials = job.trials
+        if not any(trial.fits for trial in trials):
+            raise
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
         raise too_large(trials, limit)

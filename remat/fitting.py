@@ -17,6 +17,7 @@ import jax
 
 from remat.compile import CompileReport, compile_report
 from remat.errors import BudgetError, PolicyError
+from remat.interrupt import Progress, raise_interrupt
 from remat.lower import Planner
 from remat.override import Attempt, Menus, PricePlanner, Use, choose_option
 from remat.pareto import smallest_plan
@@ -28,7 +29,6 @@ from remat.resolve import PolicyPlanner, resolve
 
 __all__ = ["Job", "Knob", "Options", "Trial", "choose_knob", "search", "too_large"]
 
-Progress = Callable[[str], None]
 
 _TOLERANCE = 0.02  # of the memory: what may be left unused before another compile is spent
 _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
@@ -429,6 +429,7 @@ def search(
         return trials  # nothing to gain, or not even without any temporaries
     least: Trial | None = None
     while compiles() < options.max_compiles:
+        raise_interrupt()
         low = max((t for t in trials if t.fits), key=lambda t: t.predicted_bytes, default=None)
         fails = [t for t in trials if not t.fits]
         if low is None and least is not None:

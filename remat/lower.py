@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,6 +24,7 @@ from remat.encode import decode, encode
 from remat.errors import DifferentiationError
 from remat.forms import form_of
 from remat.graph import Graph, Implementations, Op, Site, Value
+from remat.interrupt import interrupted, planning
 from remat.operators import implementations
 from remat.plan import LoopPlan, Plan, Step
 from remat.planner import NO_CHUNKS, Planner, rest_of
@@ -274,8 +276,11 @@ class StagedFunction:
         key = (perturbed, tuple(map(jax.typeof, inputs)), _compat.trace_context())
         found = self._staged.get(key)
         if found is None:
-            found = self._plan(inputs, perturbed)
-            if not any(map(_compat.is_tracer, found.joint.program.constants.values())):
+            with planning() if self.planner.takes_long else nullcontext():
+                found = self._plan(inputs, perturbed)
+                ended_early = interrupted()
+            passing = any(map(_compat.is_tracer, found.joint.program.constants.values()))
+            if not passing and not ended_early:
                 self._staged[key] = found
         self.last_plan = found.plan
         return found

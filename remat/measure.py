@@ -41,6 +41,7 @@ from remat.cost import op_seconds
 from remat.devices import Device, device_of_kind, get_device
 from remat.errors import CompileError, PolicyError
 from remat.graph import Op
+from remat.interrupt import Progress
 from remat.primitives import OpClass, classify
 from remat.program import Literal, Program
 from remat.resolve import PlanPlanner, PolicyPlanner, resolve
@@ -48,7 +49,6 @@ from remat.trace import Joint, check_differentiable
 
 __all__ = ["Costs", "default_cache_dir", "measure", "measure_joint"]
 
-Progress = Callable[[str], None]
 JaxDevice = Any  # `jax.Device`, which type checkers take for a variable
 
 _FORMAT = 1

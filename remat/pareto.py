@@ -8,12 +8,14 @@ that fit its budget. So more budget never costs more time, by construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat.api import plan as make_plan
 from remat.budget import limit_bytes
 from remat.errors import BudgetError
+from remat.interrupt import Progress, or_log, planning, raise_interrupt
 from remat.plan import Plan
 from remat.report import human_bytes, human_flops, human_seconds, table
 from remat.resolve import parse_budget
@@ -28,7 +30,6 @@ __all__ = [
     "smallest_plan",
 ]
 
-Progress = Callable[[str], None]
 Budget = int | float | str
 
 _RAISES = 8
@@ -221,7 +222,7 @@ def smallest_plan(
     Raises:
         BudgetError: nothing was feasible, not even twice the peak without rematerialization.
     """
-    say = progress or (lambda line: None)
+    say = or_log(progress)
     budget = 1
     for _ in range(_RAISES):
         try:
@@ -317,10 +318,12 @@ def iter_pareto(
         raise BudgetError(f"points={points}: a curve needs at least 2 points")
     if "budget" in options:
         raise BudgetError(f"budget={options['budget']!r}: a curve takes budgets=[...]")
-    say = progress or (lambda line: None)
+    say = or_log(progress)
 
     def plan_at(budget_bytes: int | None) -> Plan:
-        made = make_plan(fun, *args, remat_policy=remat_policy, budget=budget_bytes, **options)
+        with planning(say) if budget_bytes is not None else nullcontext():
+            made = make_plan(fun, *args, remat_policy=remat_policy, budget=budget_bytes, **options)
+            raise_interrupt()  # a curve of plans that ended early says nothing
         return replace(made, budget_bytes=budget_bytes)
 
     say("planning without a budget")

@@ -38,6 +38,11 @@ class Planner(Protocol):
     `child("scan0")` that of the loop in a chunk, and `child(rest_of(path))` of the room plans the rest.
     """
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether planning may take long: Ctrl-C then ends it early, with the best plan so far."""
+        ...
+
     def begin(self) -> Planner:
         """Returns the planner of one function and its loops; it may remember what it has seen."""
         ...
@@ -84,6 +89,11 @@ class Planner(Protocol):
 
 class SteadyPlanner:
     """What most planners answer: one look is enough, loops stay whole, whatever comes out is right."""
+
+    @property
+    def takes_long(self) -> bool:
+        """One look is quick."""
+        return False
 
     def begin(self) -> Self:
         """Returns itself: nothing is remembered."""

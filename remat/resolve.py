@@ -71,6 +71,11 @@ class PolicyPlanner(SteadyPlanner):
     budget: int | float | None = None
     margin: float = MARGIN
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether there is a budget and the policy can plan within one: seconds to minutes."""
+        return self.budget is not None and isinstance(self.policy, BudgetPolicy)
+
     def begin(self) -> PolicyPlanner | BudgetSession:
         """Returns a new session if there is a budget and the policy can plan within one."""
         if self.budget is not None and isinstance(self.policy, BudgetPolicy):

@@ -229,4 +229,24 @@ def test_planning_benchmark_writes_its_rows(tmp_path: Path) -> None:
     (row,) = json.loads(path.read_text())["rows"]
     assert row["layers"] == 1
     assert row["joint_equations"] > 100
-    assert {"trace_seconds", "cut_seconds", "plan_seconds_min_cut"} <= set(row)
+    assert {"trace_seconds", "cut_seconds", "echo_seconds", "plan_seconds_min_cut"} <= set(row)
+
+
+def test_what_the_planning_benchmark_misses_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"layers": 52, "joint_equations": 16_298, "echo_seconds": 0.3}
+    slow = {**row, "echo_seconds": 0.41}
+    line = "16298 operators: echo takes 0.41 s, expected at most 0.3"
+    assert planning.problems_of([row, {**slow, "joint_equations": 40_000}]) == []
+    assert planning.problems_of([row, slow]) == [line]
+    monkeypatch.setattr(planning, "run", lambda layers: slow)
+    assert planning.main(["--layers", "52"]) == 0
+    assert planning.main(["--layers", "52", "--check"]) == 1
+    assert f"  MISSED  {line}\n" in capsys.readouterr().out
+
+
+def test_the_recorded_plan_of_16000_operators_misses_nothing() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/planning_2cores.json").read_text())["rows"]
+    assert 16_000 < rows[-1]["joint_equations"] <= planning.ECHO_OPERATORS
+    assert planning.problems_of(rows) == []

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import remat
-from benchmarks import budgets, depth, planners
+from benchmarks import budgets, depth, planners, search
 from benchmarks.budgets import Measured
 from benchmarks.depth import Depth
 from benchmarks.planners import Solved
@@ -496,3 +496,58 @@ def test_the_compiler_takes_what_was_promised(layers: int, policy: str) -> None:
     row = depth.measure(layers, policy, DEVICE)
     activation = 16 * MIB
     assert row.temp_bytes <= _promised(policy, layers) * activation + 2**14  # and small tables
+
+
+# --- search
+
+
+SEARCHED: dict[str, Any] = {
+    "graph": "chain_8", "budget": 5, "feasible": True, "extra_percent": 29.4, "reorder": False,
+    "seconds_asked": 10.0,
+}  # fmt: skip
+RESNET: dict[str, Any] = {"graph": "resnet50", "budget": 0.8, "extra_percent": 0.30}
+LAYERED: dict[str, Any] = {
+    "graph": "layered_1000", "budget": 0.9, "extra_percent": 0.6, "reorder": True, "seconds_asked": 40.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"extra_percent": 1000.0},  # a chain: printed beside its optimum
+        RESNET,
+        LAYERED,
+        {**LAYERED, "budget": 0.8, "extra_percent": 3.75},
+        {**LAYERED, "extra_percent": 5.0, "seconds_asked": 39.0},
+        {**LAYERED, "extra_percent": 5.0, "reorder": False},
+        {**LAYERED, "extra_percent": 5.0, "graph": "layered_500"},
+    ],
+)
+def test_what_a_search_may_take_is_no_problem(changes: dict[str, Any]) -> None:
+    assert search.problems_of([{**SEARCHED, **changes}]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"graph": "training_20000", "budget": 0.5, "feasible": False}, "training_20000 at 0.5: above its budget"),
+        ({**RESNET, "extra_percent": 0.31}, "resnet50 at 0.8: 0.31 % extra, 0.3 are allowed"),
+        ({**LAYERED, "extra_percent": 0.61}, "layered_1000 at 0.9: 0.61 % extra, 0.6 are allowed"),
+        (
+            {**LAYERED, "graph": "random_layered_1000", "budget": 0.7, "extra_percent": 11.2},
+            "random_layered_1000 at 0.7: 11.2 % extra, 11.1 are allowed",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_search_misses_is_a_line(changes: dict[str, Any], line: str) -> None:
+    assert search.problems_of([{**SEARCHED, **changes}]) == [line]
+
+
+def test_optima_of_chains_are_those_of_the_closed_form() -> None:
+    for steps, budgets_and_optima in search._CHAINS.items():
+        for budget, optimum in budgets_and_optima.items():
+            snapshots, rounds = budget - 2, 1
+            while math.comb(snapshots + rounds, snapshots) < steps + 1:
+                rounds += 1
+            forward = rounds * (steps + 1) - math.comb(snapshots + rounds, rounds - 1)
+            assert optimum == forward - steps

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module imports from layers above its own line only, or from its own line where that makes no circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "_compat", "primitives", "pooling"),
+    ("errors", "_compat", "interrupt", "primitives", "pooling"),
     ("devices", "graph", "hlo", "target", "program"),
     ("forms", "ranges"),
     ("plan", "cost", "hlo_flops", "trip_count", "encode"),

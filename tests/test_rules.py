@@ -84,17 +84,19 @@ ALONE = {
     "abs": (jnp.abs, 1),
     "bernoulli mask": (lambda x: x * jax.random.bernoulli(KEY, 0.9, x.shape), 1),
     "maximum": (lambda x: jnp.maximum(x, 0), 2),  # a tie has its own gradient: three cases
+    "maximum, dropout": (lambda x: _dropout(jnp.maximum(x, 0)), 3),
+    "clip": (lambda x: jnp.clip(x, -1.0, 1.0), 4),
 }
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_an_operator_alone_keeps_at_most_its_bits(name: str) -> None:
+def test_an_operator_alone_keeps_exactly_its_bits(name: str) -> None:
     operator, bits = ALONE[name]
     # The gradient flows through x alone: nothing but the operator needs anything of the forward pass. `tile`
     # makes the operand something that is not an argument.
     _, changed, _ = _rewritten(lambda x: operator(jnp.tile(x, (1, 2))), _x((ROWS, WIDTH // 2)))
     operand = stored_bytes(changed.graph.values[changed.graph.inputs[0]])
-    assert _kept(changed) <= bits * ELEMENTS // 8 < operand
+    assert _kept(changed) == bits * ELEMENTS // 8 < operand
 
 
 # Before a matmul, which needs the result in any case.
@@ -120,6 +122,26 @@ def test_before_a_matmul_the_mask_is_read_off_the_result(name: str, dtype: Any) 
     assert _kept(changed) == activation  # not a byte beyond what the matmul needs
     assert _kept(joint) > activation
     assert {site.rule for site in menu.sites} <= {"joint_mask", "mask_from_output"}
+
+
+def test_a_maximum_before_a_matmul_keeps_its_ties() -> None:
+    w = _x((WIDTH, WIDTH), 2)
+    _, changed, menu = _rewritten(lambda x, w: jnp.maximum(x @ w, 0) @ w, _x(), w)
+    assert _kept(changed) == ELEMENTS * 4 + ELEMENTS // 8
+    assert menu.sites == ()
+
+
+@pytest.mark.parametrize(
+    ("operator", "primitive"), [(jax.nn.sigmoid, "logistic"), (jnp.tanh, "tanh")]
+)
+def test_sigmoid_and_tanh_keep_only_their_output(operator: Any, primitive: str) -> None:
+    w = _x((WIDTH, WIDTH), 2)
+    joint, _, menu = _rewritten(lambda x, w: operator(x @ w) @ w, _x(), w)
+    graph = joint.graph
+    (kept,) = MinCut().decide(graph).saved - graph.alive_anyway
+    assert [op.name for op in graph.ops if kept in op.outputs] == [primitive]
+    assert _kept(joint) == ELEMENTS * 4  # the matmul reads the same value
+    assert menu.sites == ()  # there is nothing to rewrite: jax's own gradients read the output
 
 
 @pytest.mark.parametrize("name", ["relu", "pool"])
@@ -157,6 +179,17 @@ def test_a_pool_keeps_two_bits_per_window(dtype: Any) -> None:
     assert _kept(changed) == pooled + 2 * windows // 8
     assert _kept(joint) >= 4 * pooled
     assert [site.rule for site in menu.sites] == ["relu_through_pool"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_pool_without_relu_keeps_two_bits_per_window(dtype: Any) -> None:
+    x, k = _x((2, 16, 16, 4), 3, dtype), _x((3, 3, 4, 4), 4, dtype)
+    windows = 2 * 8 * 8 * 4
+    joint, changed, menu = _rewritten(lambda x, k: _conv(_pool(_conv(x, k)), k), x, k)
+    pooled = windows * jnp.dtype(dtype).itemsize
+    assert _kept(changed) == pooled + 2 * windows // 8
+    assert _kept(joint) >= 4 * pooled  # jax's gradient reads the operand, four values per window
+    assert [site.rule for site in menu.sites] == ["pool_codes"]
 
 
 def test_an_overlapping_pool_keeps_four_bits_per_window() -> None:

@@ -1,0 +1,239 @@
+"""Ctrl-C at any moment of a planning: the best plan so far, or KeyboardInterrupt; and what is said meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.interrupt import Keyboard, interrupted, planning, raise_interrupt, say, solver_says
+from remat.policies import Ilp
+
+DEEP, ROWS, WIDTH = 10, 64, 32
+BUDGET = 0.5
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = jnp.tanh(x @ weight) + jnp.sin(x)
+    return jnp.sum(x**2)
+
+
+def args() -> tuple[list[jax.Array], jax.Array]:
+    keys = jax.random.split(jax.random.key(0), DEEP)
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+    return weights, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+
+
+class PressAt:
+    """Presses Ctrl-C when a line begins with some words, so many times."""
+
+    def __init__(self, words: str, times: int = 1) -> None:
+        self.words, self.times = words, times
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        if self.times and self.words in line:
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
+
+
+def plan(policy: Any, progress: Any, **options: Any) -> remat.Plan:
+    # A function of its own: plans are remembered with it.
+    return remat.plan(
+        lambda w, x: loss(w, x),
+        *args(),
+        remat_policy=policy,
+        budget=BUDGET,
+        progress=progress,
+        **options,
+    )
+
+
+def test_progress_says_what_goes_on() -> None:
+    lines: list[str] = []
+    plan("ilp", lines.append)
+    assert any("buffers within" in line for line in lines)
+    assert any(line.startswith("ilp: local search, from") for line in lines)
+    assert any("integer program, " in line and "extra" in line for line in lines)
+
+
+def test_without_a_listener_the_logger_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="remat"):
+        plan("ilp", None)
+    assert any("local search" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("words", ["local search", "integer program"])
+@pytest.mark.parametrize("policy", ["ilp", "checkmate"])
+def test_an_interrupted_planning_returns_the_best_so_far(
+    policy: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    press = PressAt(f"{policy}: {words}")
+    before = signal.getsignal(signal.SIGINT)
+    found = plan(policy, press)
+    assert press.times == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    assert found.notes[-1] == "interrupted: the best plan so far"
+    assert found.budget_bytes is not None and found.peak_bytes <= found.budget_bytes
+    # Where the prediction is above what was asked for, starts are asked for less; nothing is searched.
+    after = press.lines[next(i for i, line in enumerate(press.lines) if words in line) + 1 :]
+    assert all("buffers within" in line or "integer program" in line for line in after)
+    assert [m for m in caplog.messages if "interrupted" in m and "Ctrl-C again" in m]
+
+
+def test_gradients_of_an_interrupted_plan_are_those_of_the_function() -> None:
+    found = plan("ilp", PressAt("local search"))
+    weights, x = args()
+    ours = jax.jit(jax.grad(remat.checkpoint(lambda w, x: loss(w, x), remat_policy=found)))(
+        weights, x
+    )
+    theirs = jax.jit(jax.grad(loss))(weights, x)
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-6)
+
+
+def test_the_choice_of_rewrites_ends_early() -> None:
+    press = PressAt("choice 1 of")
+    found = plan("monet", press)
+    assert press.times == 0 and "interrupted" in found.notes[-1]
+
+
+def test_a_second_ctrl_c_ends_everything() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        plan("ilp", PressAt("ilp: ", times=2))
+
+
+def test_without_a_plan_that_fits_it_is_a_keyboard_interrupt() -> None:
+    press = PressAt("buffers within")
+    with pytest.raises(KeyboardInterrupt):
+        remat.plan(
+            lambda w, x: loss(w, x), *args(), remat_policy="ilp", budget=0.05, progress=press
+        )
+    assert press.times == 0
+
+
+def test_loops_keep_their_best_setting() -> None:
+    weights, x = args()
+    stacked = jnp.stack(weights)
+
+    def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ weight) + jnp.sin(x), None
+
+        return jnp.sum(jax.lax.scan(step, x, weights)[0] ** 2)
+
+    press = PressAt("round 3")
+    found = remat.plan(scanned, stacked, x, remat_policy="ilp", budget=0.9, progress=press)
+    if press.times == 0:  # there was a third round
+        assert "interrupted" in found.notes[-1]
+    assert found.budget_bytes is not None and found.peak_bytes <= found.budget_bytes
+
+
+def test_an_interrupted_plan_is_not_remembered() -> None:
+    weights, x = args()
+
+    def function(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return loss(weights, x)
+
+    options: Any = {"remat_policy": Ilp(), "budget": BUDGET}
+    first = remat.plan(function, weights, x, progress=PressAt("local search"), **options)
+    second = remat.plan(function, weights, x, **options)
+    assert "interrupted" in first.notes[-1]
+    assert not any("interrupted" in note for note in second.notes)
+
+
+def test_a_curve_is_not_made_of_interrupted_plans() -> None:
+    press = PressAt("local search")
+    curves = []
+    with pytest.raises(KeyboardInterrupt):
+        for curve in remat.iter_pareto(
+            lambda w, x: loss(w, x), *args(), budgets=[0.9, 0.5], progress=press
+        ):
+            curves.append(curve)
+    assert press.times == 0
+    assert not any("interrupted" in note for c in curves for p in c.points for note in p.plan.notes)
+
+
+def test_an_interrupted_fit_returns_what_fits() -> None:
+    weights, x = args()
+    report = remat.compile_report(jax.grad(loss), weights, x, device="cpu")
+    press = PressAt("compiling, number 2")
+    step = jax.grad(remat.checkpoint(lambda w, x: loss(w, x), remat_policy="ilp"))
+    fitted = remat.fit(
+        step, weights, x, memory=2 * report.total_bytes, device="cpu", progress=press
+    )
+    assert fitted.report.total_bytes <= 2 * report.total_bytes
+    small = PressAt("compiling, number 1")
+    with pytest.raises((KeyboardInterrupt, remat.BudgetError)) as raised:
+        remat.fit(
+            step, weights, x, memory=report.argument_bytes + report.output_bytes + 64,
+            device="cpu", progress=small,
+        )  # fmt: skip
+    assert raised.type is KeyboardInterrupt
+
+
+# --- the parts
+
+
+def test_all_who_watch_are_told() -> None:
+    outer, inner = Keyboard(), Keyboard()
+    with outer.watched(raises="again"), inner.watched(raises="never"):
+        signal.raise_signal(signal.SIGINT)
+        assert inner.pressed and outer.pressed
+    with pytest.raises(KeyboardInterrupt), outer.watched(raises="again"):
+        signal.raise_signal(signal.SIGINT)  # not the first
+    assert not Keyboard._watching
+
+
+def test_outside_of_a_planning_nothing_is_held_back() -> None:
+    assert not interrupted()
+    raise_interrupt()
+    say("to nobody")
+    with planning() as outer, planning() as inner:
+        assert inner is outer and not interrupted()
+
+
+def test_other_threads_plan_without_watching() -> None:
+    found: list[bool] = []
+
+    def work() -> None:
+        with planning():
+            found.append(interrupted())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_solvers_report_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("remat.interrupt.time.perf_counter", lambda: now[0])
+    lines: list[str] = []
+    with planning(lines.append):
+        progress = solver_says("solver", 200.0)
+        for second in range(12):
+            now[0] = float(second)
+            progress(50.0, 25.0, float(second))
+    assert lines == [
+        "solver: 25.00 % extra, bound 12.50 %, 5 s",
+        "solver: 25.00 % extra, bound 12.50 %, 10 s",
+    ]
