@@ -684,7 +684,10 @@ def test_the_benchmark_confirms_what_it_prints() -> None:
     assert [row.share for row in rows] == [None, 1.0, 0.01]
     assert rows[1].confirmed_bytes == rows[1].total_bytes is not None
     assert rows[1].error is None and rows[2].total_bytes is None and rows[2].error is not None
-    assert problems(rows) == []
+    assert problems(rows[:2]) == []
+    assert problems(rows[2:]) == [
+        f"residual_mlp at {rows[2].memory_bytes:,} bytes: {rows[2].error}"
+    ]
     assert rows[1].memory_bytes is not None
     wrong = replace(rows[1], total_bytes=rows[1].memory_bytes + 1, confirmed_bytes=None, compiles=7)
     assert len(problems([wrong])) == 2
