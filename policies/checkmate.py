@@ -20,6 +20,7 @@ cuts, segments, local search) is given to the solver.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -115,7 +116,7 @@ class Checkmate:
             say(f"{self.name}: relaxation, {self.seconds:.0f} s at most")
             solved = round_lp(problem, budget_bytes, seconds=self.seconds, stop=interrupted)
         else:
-            pool.offer_all((*starts(condensed), *cuts_of(problem, bound)))
+            pool.offer_all(itertools.chain(starts(condensed), cuts_of(problem, bound)))
             if pool.best is None:
                 pool.offer_all(starts(condensed, frugal=True))
             start = pool.start
@@ -126,6 +127,7 @@ class Checkmate:
                     budget_bytes,
                     start=start,
                     proposals=_START_EFFORT * len(problem),
+                    stop=interrupted,
                 )
                 start = pool.offer("local search", found.sequence.tolist()).sequence
             say(f"{self.name}: integer program, {self.seconds:.0f} s at most, from {pool.extra}")

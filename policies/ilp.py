@@ -214,10 +214,13 @@ class Ilp:
         if self.method == "search" or not self._good_enough(pool, proven, self.tolerance):
             if count <= _CHAIN_LIMIT and not interrupted():
                 say(f"{self.name}: dynamic program across blocks, from {pool.extra}")
-                with Keyboard().caught():  # it has nothing to show before it is done
+                keyboard = Keyboard()
+                with keyboard.caught():  # it has nothing to show before it is done
                     chain = solve_chain(pool.problem, pool.budget_bytes)
                     if chain is not None:
                         pool.offer("chain", chain.sequence)
+                if keyboard.pressed and not interrupted():  # nobody else knows of it
+                    raise KeyboardInterrupt
             notes += self._search(pool, self.effort, 1)
         if self.method == "auto" and count <= _EXACT_LIMIT and not interrupted():
             proven, more = self._narrow(pool, proven)
@@ -244,7 +247,14 @@ class Ilp:
             if interrupted():
                 break
             say(f"{self.name}: hot search {seed + 1} of {_RESTARTS}, from {pool.extra}")
-            found = search(problem, pool.budget_bytes, proposals=proposals, seed=seed, heat=_HEAT)
+            found = search(
+                problem,
+                pool.budget_bytes,
+                proposals=proposals,
+                seed=seed,
+                heat=_HEAT,
+                stop=interrupted,
+            )
             pool.offer(f"hot search {seed}", found.sequence.tolist())
         for seed in range(_POLISHES):
             if interrupted():
@@ -257,11 +267,12 @@ class Ilp:
                 proposals=proposals,
                 seed=_RESTARTS + seed,
                 heat=1.0 + seed % 2,
+                stop=interrupted,
             )
             pool.offer("hot search, searched on", found.sequence.tolist())
-        notes.append(f"hot searches: {_RESTARTS}, then {_POLISHES} from the best")
         if interrupted():
-            return proven, tuple(notes)
+            return proven, ("hot searches: interrupted",)
+        notes.append(f"hot searches: {_RESTARTS}, then {_POLISHES} from the best")
         if pool.best is not None and not self._good_enough(pool, proven, _WIDE):
             say(f"{self.name}: a bound from several moments, for {pool.extra}")
             enough = pool.best.replayed.extra_cost - _UNCLEAR * problem.total_cost
@@ -286,6 +297,7 @@ class Ilp:
             pool.budget_bytes,
             start=pool.start,
             seconds=seconds,
+            stop=interrupted,
             progress=solver_says(f"{self.name}: integer program", pool.problem.total_cost),
         )
         pool.solver_seconds += solved.solve_seconds
@@ -307,6 +319,7 @@ class Ilp:
             proposals=max(1, effort) * len(pool.problem) if compiled else None,
             seconds=self.seconds,
             seed=seed,
+            stop=interrupted,
         )
         if not compiled:
             pool.solver_seconds += time.perf_counter() - start

@@ -155,6 +155,7 @@ class Monet:
         if merged is None:
             return [], "no joint program: the rewrites order the graph in ways that contradict"
         total_cost = condense(menu.graph(()), device=self.device).problem.total_cost
+        told = solver_says(f"{self.name}: joint program", total_cost)
         say(f"{self.name}: joint program over implementations, {self.seconds:.0f} s at most")
         solved = solve_monet(
             merged.problem,
@@ -162,7 +163,8 @@ class Monet:
             seconds=self.seconds,
             in_place=True,
             stop=interrupted,
-            progress=solver_says(f"{self.name}: joint program", total_cost),
+            # Costs of whole programs: choices differ in what they cost with nothing repeated.
+            progress=lambda cost, bound, at: told(cost - total_cost, bound - total_cost, at),
         )
         gap = f", gap {100 * solved.gap:.2g}%" if solved.selection is not None else ""
         note = (

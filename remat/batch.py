@@ -9,7 +9,7 @@ from typing import Any
 from remat.errors import BudgetError
 from remat.fit import Fitted, finish, fit_options
 from remat.fitting import Job, Knob, Options, Trial, choose_knob, too_large
-from remat.interrupt import Progress
+from remat.interrupt import Progress, planning, raise_interrupt
 from remat.report import human_bytes, table
 
 __all__ = ["BatchTrial", "MaxBatch", "max_batch"]
@@ -171,8 +171,10 @@ class _BatchSearch:
         step, args = self.make(batch)
         options = replace(self.options, progress=lambda line: said(f"batch {batch}: {line}"))
         job = Job(step, tuple(args), {}, options)
-        knob = choose_knob(job)
-        trial = knob.least()
+        with planning(options.progress):
+            knob = choose_knob(job)
+            trial = knob.least()
+            raise_interrupt()  # plans that ended early are not the smallest
         self.compiles += len(job.trials)
         self.history.append(BatchTrial(batch, trial.total_bytes, trial.fits))
         if trial.fits and (self.kept is None or size > self.kept[0]):

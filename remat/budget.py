@@ -569,6 +569,7 @@ class BudgetSession(SteadyPlanner):
             if rounds.best is None:
                 yield from rounds.outside(limit, rounds.smallest_setting)
         if rounds.best is None:
+            raise_interrupt()
             raise too_small(rounds.smallest, limit)
         if rounds.last != rounds.best:
             yield rounds.best
@@ -642,8 +643,6 @@ class _Rounds:
         """Plans with a setting, unless that was done; takes it if it fits and is the cheapest."""
         if setting not in self.tried:
             if interrupted():
-                if self.best is None:
-                    raise KeyboardInterrupt
                 return None
             say(f"loops and what is outside of them, round {len(self.tried) + 1}")
             self._note(setting, (yield setting))

@@ -414,7 +414,7 @@ def _fit(options: argparse.Namespace) -> int:
             )
         fitted.plans[0].to_json(options.save)
     _deliver(options.json, {"target": options.target, **fitted.to_dict()}, str(fitted))
-    return 0
+    return 130 if fitted.interrupted else 0
 
 
 def _deliver(path: Path | None, document: dict[str, Any], text: str) -> None:

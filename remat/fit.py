@@ -37,6 +37,7 @@ class Fitted:
         history: everything that was compiled, in order.
         chosen: the entry of `history` that this is.
         compiled: the compiled step, None if the device is not attached.
+        interrupted: whether Ctrl-C ended the search, so that a faster step may have been missed.
     """
 
     memory_bytes: int
@@ -45,6 +46,7 @@ class Fitted:
     history: tuple[Trial, ...]
     chosen: Trial
     compiled: jax.stages.Compiled | None = field(repr=False)
+    interrupted: bool = False
     _static: frozenset[int] = field(default=frozenset(), repr=False)
 
     @property
@@ -79,6 +81,7 @@ class Fitted:
             "total_bytes": self.total_bytes,
             "budget_bytes": self.budget_bytes,
             "chosen": self.history.index(self.chosen),
+            "interrupted": self.interrupted,
             "history": [trial.to_dict() for trial in self.history],
             "plans": [
                 {
@@ -102,6 +105,8 @@ class Fitted:
             f"{self.report.device} ({share:.1%}), {_parts(self.report)}",
             *_table(self.history, self.chosen),
         ]
+        if self.interrupted:
+            lines.append("interrupted: of what was compiled by then the fastest that fits")
         return "\n".join(lines)
 
 
@@ -260,13 +265,14 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
         BudgetError: nothing fits.
     """
     limit = job.options.limit_bytes
-    try:
-        with planning(job.options.progress):
+    with planning(job.options.progress) as session:
+        try:
             trials = search(knob, job.options, lambda: len(job.trials), known)
-    except KeyboardInterrupt:
-        trials = job.trials
-        if not any(trial.fits for trial in trials):
-            raise
+        except KeyboardInterrupt:
+            trials = job.trials
+            if not any(trial.fits for trial in trials):
+                raise
+        ended_early = session.interrupted
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
         raise too_large(trials, limit)
@@ -278,6 +284,7 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
         history=tuple(job.trials),
         chosen=best,
         compiled=job.compiled[next(i for i, t in enumerate(job.trials) if t is best)],
+        interrupted=ended_early,
         _static=frozenset(job.options.static_argnums),
     )
 

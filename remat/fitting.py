@@ -455,6 +455,8 @@ def search(
         if found is None or _is_among(found, trials):
             break
         trials.append(found)
+    if not any(trial.fits for trial in trials):
+        raise_interrupt()
     return trials
 
 

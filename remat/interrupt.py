@@ -44,7 +44,7 @@ class Keyboard:
     """Notes that Ctrl-C was pressed while `watched`.
 
     Attributes:
-        pressed: whether it was.
+        presses: how often it was.
     """
 
     # All who watch are told, whoever the system tells; and what was done at Ctrl-C before any of them watched.
@@ -52,7 +52,12 @@ class Keyboard:
     _before: ClassVar[Callable[[int, FrameType | None], Any] | int | None] = None
 
     def __init__(self) -> None:
-        self.pressed = False
+        self.presses = 0
+
+    @property
+    def pressed(self) -> bool:
+        """Whether it was pressed."""
+        return self.presses > 0
 
     def stops(self, stop: Callable[[], bool] | None) -> Callable[[], bool]:
         """Returns a question that is answered by Ctrl-C, too."""
@@ -77,7 +82,7 @@ class Keyboard:
         def note(number: int, frame: FrameType | None) -> None:
             again = self.pressed
             for keyboard in self._watching:
-                keyboard.pressed = True
+                keyboard.presses += 1
             passes_on = raises == "always" or (raises == "again" and again)
             handler = Keyboard._before
             if passes_on and callable(handler):
@@ -85,13 +90,13 @@ class Keyboard:
 
         if not self._watching:
             Keyboard._before = before
-        signal.signal(signal.SIGINT, note)
         self._watching.append(self)
         try:
+            signal.signal(signal.SIGINT, note)
             yield
         finally:
-            self._watching.remove(self)
             signal.signal(signal.SIGINT, before)
+            self._watching.remove(self)
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -100,7 +105,7 @@ class Keyboard:
             with self.watched(raises="always"):
                 yield
         except KeyboardInterrupt:
-            self.pressed = True
+            self.presses = max(self.presses, 1)
 
 
 def or_log(progress: Progress | None) -> Progress:
@@ -128,6 +133,11 @@ class Planning:
             _LOG.warning("interrupted: going on with the best plan so far; Ctrl-C again to stop")
         return self.keyboard.pressed
 
+    def raise_second(self) -> None:
+        """Raises KeyboardInterrupt at the second Ctrl-C, which a solver may have taken for its own."""
+        if self.keyboard.presses > 1:
+            raise KeyboardInterrupt
+
 
 _PLANNING: ContextVar[Planning | None] = ContextVar("remat_planning", default=None)
 
@@ -137,7 +147,8 @@ def planning(progress: Progress | None = None) -> Iterator[Planning]:
     """Everything inside is one planning; inside of another it is part of that one.
 
     The first Ctrl-C is only noted: who plans asks `interrupted` and returns the best so far, or raises
-    KeyboardInterrupt if there is none. The second is as ever.
+    KeyboardInterrupt if there is none. The second is a KeyboardInterrupt: at once, or if a solver is running, as soon
+    as that has ended, at the next line that is said or at the end.
     """
     outer = _PLANNING.get()
     if outer is not None:
@@ -148,6 +159,7 @@ def planning(progress: Progress | None = None) -> Iterator[Planning]:
     try:
         with new.keyboard.watched(raises="again"):
             yield new
+            new.raise_second()
     finally:
         _PLANNING.reset(token)
 
@@ -165,9 +177,14 @@ def raise_interrupt() -> None:
 
 
 def say(line: str) -> None:
-    """Tells whom it concerns what begins now; nothing outside of a planning."""
+    """Tells whom it concerns what begins now; nothing outside of a planning.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed twice.
+    """
     current = _PLANNING.get()
     if current is not None:
+        current.raise_second()
         current.progress(line)
 
 
@@ -179,12 +196,16 @@ def solver_says(name: str, total_cost: float) -> Callable[[float, float, float],
         total_cost: of running everything once; the solver's costs are told in per cent of it.
     """
     said = time.perf_counter()
+    current = _PLANNING.get()
 
     def progress(cost: float, bound: float, seconds: float) -> None:
         nonlocal said
-        if time.perf_counter() - said >= _SOLVER_SECONDS:
+        if current is not None and time.perf_counter() - said >= _SOLVER_SECONDS:
             said = time.perf_counter()
             share = 100 / max(total_cost, 1e-300)
-            say(f"{name}: {share * cost:.2f} % extra, bound {share * bound:.2f} %, {seconds:.0f} s")
+            # Not `say`: KeyboardInterrupt must not pass through a solver's C++ frames.
+            current.progress(
+                f"{name}: {share * cost:.2f} % extra, bound {share * bound:.2f} %, {seconds:.0f} s"
+            )
 
     return progress
