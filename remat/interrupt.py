@@ -147,8 +147,8 @@ def planning(progress: Progress | None = None) -> Iterator[Planning]:
     """Everything inside is one planning; inside of another it is part of that one.
 
     The first Ctrl-C is only noted: who plans asks `interrupted` and returns the best so far, or raises
-    KeyboardInterrupt if there is none. The second is a KeyboardInterrupt: at once, or if a solver is running, as soon
-    as that has ended, at the next line that is said or at the end.
+    KeyboardInterrupt if there is none. The second is a KeyboardInterrupt: at once, or if a solver is running, as
+    soon as that has ended, at the next line that is said or at the end.
     """
     outer = _PLANNING.get()
     if outer is not None:
