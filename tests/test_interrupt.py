@@ -140,10 +140,9 @@ def test_loops_keep_their_best_setting() -> None:
 
         return jnp.sum(jax.lax.scan(step, x, weights)[0] ** 2)
 
-    press = PressAt("round 3")
-    found = remat.plan(scanned, stacked, x, remat_policy="ilp", budget=0.9, progress=press)
-    if press.times == 0:  # there was a third round
-        assert "interrupted" in found.notes[-1]
+    press = PressAt("round 2")
+    found = remat.plan(scanned, stacked, x, remat_policy="ilp", budget=0.7, progress=press)
+    assert press.times == 0 and "interrupted" in found.notes[-1]
     assert found.budget_bytes is not None and found.peak_bytes <= found.budget_bytes
 
 

@@ -135,6 +135,7 @@ def test_what_is_read_by_the_next_block_is_not_made_before_this_one() -> None:
     assert as_late_as_possible(problem, [0, 1, 2, 3, 1, 4, 0, 5]) == (0, 1, 2, 3, 1, 4, 0, 5)
 
 
+@settings(max_examples=150, deadline=None)
 @given(training_problems())
 def test_only_the_recursion_runs_a_node_more_than_twice(problem: Problem) -> None:
     for name, plan in all_plans(problem).items():
