@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.errors import BudgetError
-from remat.interrupt import interrupted
+from remat.interrupt import Keyboard, interrupted, say
 from remat.plan import Certificate, Status
-from remat.policies._ilp_cut import CutBound, once_each
+from remat.policies._chains import solve_chain
+from remat.policies._ilp_cut import CutBound, cut_bound, once_each
+from remat.policies._search import is_compilable, search
 from remat.policies._segments import grid_search, recursive_segments, sequence_of_saved
 from remat.policies.base import Decision, largest_named, required_saves
 from remat.policies.condense import Condensed
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import Problem, Replayed, replay
+from remat.report import human_bytes
 
 __all__ = [
+    "EFFORT",
+    "TOLERANCE",
     "Candidate",
     "Pool",
     "as_late_as_possible",
     "decision_of",
+    "first_bound",
     "infeasible",
     "cuts_of",
     "starts",
     "too_small_message",
 ]
+
+EFFORT = 4000
+"""Proposals of the local search per node."""
+TOLERANCE = 0.002
+"""Share of the program's cost above the bound at which a twentieth of that is enough."""
+_CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
 
 # Costs are reported in whole units of 1e-12 (picoseconds, if costs are seconds).
 _UNITS_PER_COST = 10**12
@@ -67,6 +80,81 @@ class Pool:
             if self.best is not None and interrupted():
                 return
 
+    def begin(self, condensed: Condensed, bound: CutBound) -> None:
+        """Offers the cuts that the bound met and the starts; the frugal ones if none of them fits."""
+        self.offer_all(cuts_of(self.problem, bound))
+        self.offer_all(starts(condensed))
+        if self.best is None:
+            self.offer_all(starts(condensed, frugal=True))
+
+    def improve(
+        self,
+        name: str,
+        proven: float,
+        *,
+        effort: int = EFFORT,
+        tolerance: float = TOLERANCE,
+        seconds: float,
+        thorough: bool = False,
+    ) -> tuple[str, ...]:
+        """Improves the best by local search and the dynamic program for chains of blocks; returns notes.
+
+        Args:
+            name: of the policy, for what is said meanwhile.
+            proven: lower bound on the extra cost.
+            effort: proposals of the search per node.
+            tolerance: share of the program's cost above the bound at which a twentieth of the effort is enough.
+            seconds: limit on a search where numba is not installed.
+            thorough: take all of the effort in any case.
+        """
+        if interrupted():
+            return ()
+        notes = [self._search(name, effort // 20, 0, seconds)]
+        if not thorough and self.within(proven, tolerance):
+            return tuple(notes)
+        if len(self.problem) <= _CHAIN_LIMIT and not interrupted():
+            say(f"{name}: dynamic program across blocks, from {self.extra}")
+            keyboard = Keyboard()
+            with keyboard.caught():  # it has nothing to show before it is done
+                chain = solve_chain(self.problem, self.budget_bytes)
+                if chain is not None:
+                    self.offer("chain", chain.sequence)
+            if keyboard.pressed and not interrupted():  # nobody else knows of it
+                raise KeyboardInterrupt
+        if not interrupted():
+            notes.append(self._search(name, effort, 1, seconds))
+        return tuple(notes)
+
+    def _search(self, name: str, effort: int, seed: int, seconds: float) -> str:
+        compiled = is_compilable()
+        begin = time.perf_counter()
+        say(f"{name}: local search, from {self.extra}")
+        found = search(
+            self.problem,
+            self.budget_bytes,
+            start=self.start,
+            proposals=max(1, effort) * len(self.problem) if compiled else None,
+            seconds=seconds,
+            seed=seed,
+            stop=interrupted,
+        )
+        if not compiled:
+            self.solver_seconds += time.perf_counter() - begin
+        self.offer("local search", found.sequence.tolist())
+        how = (
+            ""
+            if compiled
+            else " in Python, stopped by the clock: pip install numba makes it a hundred times faster"
+        )
+        return f"local search: {found.proposals:,} proposals{how}"
+
+    def within(self, proven: float, tolerance: float) -> bool:
+        """Whether the best is at most that share of the program's cost above the bound."""
+        if self.best is None:
+            return False
+        total = self.problem.total_cost
+        return self.best.replayed.extra_cost - proven <= tolerance * (total + proven)
+
     @property
     def extra(self) -> str:
         """What the best costs, in words."""
@@ -88,6 +176,12 @@ def _by_cost(found: Candidate) -> tuple[float, int]:
 
 def _by_peak(found: Candidate) -> tuple[int, float]:
     return (found.replayed.peak_bytes, found.replayed.extra_cost)
+
+
+def first_bound(name: str, problem: Problem, budget_bytes: int) -> CutBound:
+    """Announces a policy's planning and returns the Lagrangian bound to begin with."""
+    say(f"{name}: {len(problem):,} buffers within {human_bytes(budget_bytes)}: a bound, and starts")
+    return cut_bound(problem, budget_bytes, stop=interrupted)
 
 
 def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str, Sequence[int]]]:

@@ -14,13 +14,12 @@ Complexity: exponential in the worst case; about 350 buffers are practical, see 
 relaxation has `nodes * edges` columns, so `approximate` takes up to `_ROUNDING_LIMIT` nodes.
 
 Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.condense`); variables that
-no schedule of the structure uses are left out; a feasible start (minimum
-cuts, segments, local search) is given to the solver.
+no schedule of the structure uses are left out; the solver is given a feasible start: that of `ilp` (minimum cuts,
+segments, local search, the dynamic program for chains of blocks).
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -29,19 +28,16 @@ from remat.errors import PolicyError
 from remat.graph import Graph
 from remat.interrupt import interrupted, say, solver_says
 from remat.policies._checkmate_model import round_lp
-from remat.policies._ilp_cut import cut_bound
 from remat.policies._milp import solve_restricted
-from remat.policies._search import is_compilable, search
-from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
+from remat.policies._search import is_compilable
+from remat.policies._within import Pool, decision_of, first_bound, infeasible
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
 from remat.policies.problem import peak_of_order
-from remat.report import human_bytes
 
 __all__ = ["Checkmate"]
 
 _ROUNDING_LIMIT = 120
-_START_EFFORT = 1000  # proposals per node of the search that gives the solver its start
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,7 @@ class Checkmate:
         everything = pool.offer("keep all", problem.first_runs.tolist())
         if everything.replayed.peak_bytes <= budget_bytes:
             return decision_of(condensed, everything, 0.0, ())
-        say(
-            f"{self.name}: {len(problem):,} buffers within {human_bytes(budget_bytes)}: a bound, and starts"
-        )
-        bound = cut_bound(problem, budget_bytes, stop=interrupted)
+        bound = first_bound(self.name, problem, budget_bytes)
         if bound.smallest_bytes > budget_bytes:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         if self.method == "approximate":
@@ -113,28 +106,23 @@ class Checkmate:
                     f"has {len(problem)} buffers, the limit is {_ROUNDING_LIMIT}. Use method='optimal' or "
                     "remat_policy='ilp'."
                 )
+            notes: tuple[str, ...] = ()
             say(f"{self.name}: relaxation, {self.seconds:.0f} s at most")
             solved = round_lp(problem, budget_bytes, seconds=self.seconds, stop=interrupted)
         else:
-            pool.offer_all(itertools.chain(starts(condensed), cuts_of(problem, bound)))
-            if pool.best is None:
-                pool.offer_all(starts(condensed, frugal=True))
-            start = pool.start
-            if is_compilable() and not interrupted():
-                say(f"{self.name}: local search, from {pool.extra}")
-                found = search(
-                    problem,
-                    budget_bytes,
-                    start=start,
-                    proposals=_START_EFFORT * len(problem),
-                    stop=interrupted,
-                )
-                start = pool.offer("local search", found.sequence.tolist()).sequence
+            pool.begin(condensed, bound)
+            # The start is that of `ilp`, so that the two differ by what they do with it. Without numba the
+            # search would take seconds from the integer program.
+            notes = (
+                pool.improve(self.name, bound.bound, seconds=self.seconds)
+                if is_compilable()
+                else ()
+            )
             say(f"{self.name}: integer program, {self.seconds:.0f} s at most, from {pool.extra}")
             solved = solve_restricted(
                 problem,
                 budget_bytes,
-                start=start,
+                start=pool.start,
                 seconds=self.seconds,
                 gap=self.gap,
                 stop=interrupted,
@@ -146,4 +134,4 @@ class Checkmate:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         note = f"{solved.method}: {solved.status} after {solved.solve_seconds:.1f} s"
         proven, spent = max(bound.bound, solved.bound), solved.solve_seconds
-        return decision_of(condensed, pool.best, proven, (note,), spent)
+        return decision_of(condensed, pool.best, proven, (*notes, note), spent)

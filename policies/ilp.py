@@ -32,7 +32,6 @@ exponential and stops after `seconds`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
@@ -40,18 +39,23 @@ from typing import ClassVar, Literal, Protocol
 from remat.devices import get_device
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations
-from remat.interrupt import Keyboard, interrupted, say, solver_says
-from remat.policies._chains import solve_chain
-from remat.policies._ilp_cut import cut_bound
+from remat.interrupt import interrupted, say, solver_says
 from remat.policies._joint_bound import joint_bound
 from remat.policies._milp import solve_restricted
 from remat.policies._search import is_compilable, search
-from remat.policies._within import Pool, cuts_of, decision_of, infeasible, starts
+from remat.policies._within import (
+    EFFORT,
+    TOLERANCE,
+    Pool,
+    decision_of,
+    first_bound,
+    infeasible,
+    starts,
+)
 from remat.policies.base import Decision, check_implementations, choose_sites
 from remat.policies.condense import Condensed, Objective, condense
 from remat.policies.min_cut import MinCut
 from remat.policies.problem import peak_of_order
-from remat.report import human_bytes
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
@@ -62,7 +66,6 @@ _RESTARTS, _HEAT = 6, 10.0  # hot searches, each from the sequence without repet
 _POLISHES = 10  # searches after them, from the best
 # No rewrite is planned beside the rewrites if the starts find it at most this much dearer.
 _CLOSE = 1.02
-_CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
 _BODY_NOTE = "loop body: a minimum cut, because what is kept is written and read in every iteration"
 
 Method = Literal["auto", "exact", "search", "starts"]
@@ -107,8 +110,8 @@ class Ilp:
     method: Method = "auto"
     exact_limit: int = 60
     seconds: float = 20.0
-    effort: int = 4000
-    tolerance: float = 0.002
+    effort: int = EFFORT
+    tolerance: float = TOLERANCE
     costs: MeasuredCosts | None = field(default=None, repr=False)
     device: str = "h200"
     implementations: Implementations = "exact"
@@ -189,17 +192,11 @@ class Ilp:
         everything = pool.offer("keep all", problem.first_runs.tolist())
         if everything.replayed.peak_bytes <= budget_bytes:
             return decision_of(condensed, everything, 0.0, ())
-        say(
-            f"{self.name}: {len(problem):,} buffers within {human_bytes(budget_bytes)}: a bound, and starts"
-        )
-        bound = cut_bound(problem, budget_bytes, stop=interrupted)
+        bound = first_bound(self.name, problem, budget_bytes)
         if bound.smallest_bytes > budget_bytes:
             pool.offer_all(starts(condensed, frugal=True))
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        pool.offer_all(cuts_of(problem, bound))
-        pool.offer_all(starts(condensed))
-        if pool.best is None:
-            pool.offer_all(starts(condensed, frugal=True))
+        pool.begin(condensed, bound)
         proven, notes = self._improve(pool, bound.bound)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
@@ -210,22 +207,20 @@ class Ilp:
         if self.method == "starts" or interrupted():
             return proven, ()
         count = len(pool.problem)
-        notes = list(self._search(pool, self.effort // 20, 0))
-        if self.method == "search" or not self._good_enough(pool, proven, self.tolerance):
-            if count <= _CHAIN_LIMIT and not interrupted():
-                say(f"{self.name}: dynamic program across blocks, from {pool.extra}")
-                keyboard = Keyboard()
-                with keyboard.caught():  # it has nothing to show before it is done
-                    chain = solve_chain(pool.problem, pool.budget_bytes)
-                    if chain is not None:
-                        pool.offer("chain", chain.sequence)
-                if keyboard.pressed and not interrupted():  # nobody else knows of it
-                    raise KeyboardInterrupt
-            notes += self._search(pool, self.effort, 1)
+        notes = list(
+            pool.improve(
+                self.name,
+                proven,
+                effort=self.effort,
+                tolerance=self.tolerance,
+                seconds=self.seconds,
+                thorough=self.method == "search",
+            )
+        )
         if self.method == "auto" and count <= _EXACT_LIMIT and not interrupted():
             proven, more = self._narrow(pool, proven)
             notes += more
-        unclear = not self._good_enough(pool, proven, _UNCLEAR) and count <= _EXACT_LIMIT
+        unclear = not pool.within(proven, _UNCLEAR) and count <= _EXACT_LIMIT
         if interrupted():
             return proven, tuple(notes)
         if self.method == "exact" or (self.method == "auto" and count <= self.exact_limit):
@@ -240,7 +235,7 @@ class Ilp:
         """Where few large results fill the budget: hot searches, then the bound from several moments."""
         problem = pool.problem
         notes: list[str] = []
-        if not is_compilable() or self._good_enough(pool, proven, _WIDE):
+        if not is_compilable() or pool.within(proven, _WIDE):
             return proven, ()
         proposals = max(1, self.effort) * len(problem)
         for seed in range(_RESTARTS):
@@ -273,7 +268,7 @@ class Ilp:
         if interrupted():
             return proven, ("hot searches: interrupted",)
         notes.append(f"hot searches: {_RESTARTS}, then {_POLISHES} from the best")
-        if pool.best is not None and not self._good_enough(pool, proven, _WIDE):
+        if pool.best is not None and not pool.within(proven, _WIDE):
             say(f"{self.name}: a bound from several moments, for {pool.extra}")
             enough = pool.best.replayed.extra_cost - _UNCLEAR * problem.total_cost
             joint = joint_bound(
@@ -283,12 +278,6 @@ class Ilp:
             proven = max(proven, min(joint.bound, pool.best.replayed.extra_cost))
             notes.append(f"bound from {joint.stages} moments after {joint.solve_seconds:.1f} s")
         return proven, tuple(notes)
-
-    def _good_enough(self, pool: Pool, proven: float, tolerance: float) -> bool:
-        if pool.best is None:
-            return False
-        total = pool.problem.total_cost
-        return pool.best.replayed.extra_cost - proven <= tolerance * (total + proven)
 
     def _exact(self, pool: Pool, proven: float, seconds: float) -> tuple[float, str]:
         say(f"{self.name}: integer program, {seconds:.0f} s at most, from {pool.extra}")
@@ -305,28 +294,3 @@ class Ilp:
             pool.offer("integer program", solved.sequence)
         note = f"integer program: {solved.status} after {solved.solve_seconds:.1f} s"
         return max(proven, solved.bound), note
-
-    def _search(self, pool: Pool, effort: int, seed: int) -> tuple[str, ...]:
-        if interrupted():
-            return ()
-        compiled = is_compilable()
-        start = time.perf_counter()
-        say(f"{self.name}: local search, from {pool.extra}")
-        found = search(
-            pool.problem,
-            pool.budget_bytes,
-            start=pool.start,
-            proposals=max(1, effort) * len(pool.problem) if compiled else None,
-            seconds=self.seconds,
-            seed=seed,
-            stop=interrupted,
-        )
-        if not compiled:
-            pool.solver_seconds += time.perf_counter() - start
-        pool.offer("local search", found.sequence.tolist())
-        how = (
-            ""
-            if compiled
-            else " in Python, stopped by the clock: pip install numba makes it a hundred times faster"
-        )
-        return (f"local search: {found.proposals:,} proposals{how}",)

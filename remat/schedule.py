@@ -427,20 +427,26 @@ class _Backward:
         Where a compute-bound operator reads a large array that is put together for it alone, making that takes
         memory and frees nothing at first: a scheduler that looks one operator ahead puts it off, and with it
         what the operator would free. What is computed element by element is made by a kernel that others need.
+
+        A plan with an order of its own has room only if what it repeated for a gradient is free before it repeats
+        more, so all of these gradients are tied: a U-Net planned for 1,277 MiB took 1,445 without.
         """
         graph = self.graph
         since = list(takewhile(lambda step: step.action != "barrier", reversed(self.steps)))
+        ran = [graph.ops[step.target] for step in since if step.action == "compute"]
+        there = {value for op in ran for value in op.outputs}
         joined: set[int] = set()
         late: set[int] = set()
-        for step in reversed(since):
-            if step.action != "compute":
-                continue
-            op = graph.ops[step.target]
+        for op in reversed(ran):
             if op.phase == "forward" and op.name in _JOINS and self._large(op):
                 joined.update(op.outputs)
-            elif op.phase == "backward" and op.heavy and not joined.isdisjoint(op.inputs):
+            elif (
+                op.phase == "backward"
+                and op.heavy
+                and (self.ordered or not joined.isdisjoint(op.inputs))
+            ):
                 late |= self._views(op.outputs)
-        return late.intersection(graph.gradients)
+        return late & there & set(graph.gradients)  # a view may run later
 
     def _views(self, values: Iterable[int]) -> set[int]:
         """Values and what is made of them by views alone."""

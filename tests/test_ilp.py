@@ -16,11 +16,14 @@ from random_graphs import laws
 from test_budget import training_graph
 
 import remat
+import remat.policies._within as within_module
+import remat.policies.checkmate as checkmate_module
 import remat.policies.ilp as ilp_module
 from models import gpt, mlp
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Graph
 from remat.policies import Auto, Checkmate, Ilp, MinCut, Policy, Revolve, Sublinear
+from remat.policies._milp import solve_restricted
 from remat.policies.base import Decision, describe_options
 from remat.policies.condense import condense
 from remat.policies.problem import peak_of_order, replay
@@ -133,9 +136,33 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for name in ("search", "solve_restricted", "solve_chain", "cut_bound"):
-        monkeypatch.setattr(ilp_module, name, noting(name, getattr(ilp_module, name)))
+    for module, name in (
+        (ilp_module, "search"),
+        (ilp_module, "solve_restricted"),
+        (within_module, "search"),
+        (within_module, "solve_chain"),
+        (within_module, "cut_bound"),
+    ):
+        monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
     return ran
+
+
+def test_checkmate_begins_where_ilp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the two differ by what they make of it, never by luck in the search before."""
+    started: list[tuple[int, ...] | None] = []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        started.append(options["start"])
+        return solve_restricted(*args, **options)
+
+    monkeypatch.setattr(ilp_module, "solve_restricted", noting)
+    monkeypatch.setattr(checkmate_module, "solve_restricted", noting)
+    graph = graph_of_the_network()
+    for share in (0.6, 0.8):
+        for policy in (Ilp(method="exact", seconds=2.0), Checkmate(seconds=2.0)):
+            assert within(policy, graph, share) is not None
+    assert started[0] is not None and started[0] == started[1]
+    assert started[2] is not None and started[2] == started[3]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +261,8 @@ def test_without_numba_the_clock_stops_the_search_and_the_plan_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("remat.policies._search.is_compilable", lambda: False)
-    monkeypatch.setattr(ilp_module, "is_compilable", lambda: False)
+    for module in (ilp_module, within_module):
+        monkeypatch.setattr(module, "is_compilable", lambda: False)
     graph = graph_of_the_network()
     found = within(Ilp(method="search", seconds=0.2), graph, 0.75)
     assert found is not None

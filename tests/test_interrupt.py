@@ -235,7 +235,7 @@ def test_a_policy_on_its_own_does_not_go_on() -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("remat.policies.ilp.solve_chain", pressed)
+        patch.setattr("remat.policies._within.solve_chain", pressed)
         policy = Ilp(method="search", effort=1)
         policy.decide_within(
             graph, int(0.6 * remat.policies.ilp.peak_of_order(policy._condensed(graph).problem))

@@ -38,35 +38,52 @@ from tests.programs import (
 # --- exact -----------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_reads_what_is_put_together_again_is_not_left_for_later() -> None:
+def test_a_gradient_that_reads_what_is_made_again_is_not_left_for_later() -> None:
     """A barrier ties it: XLA would put it off, and what it reads would stay."""
+    builder = GraphBuilder()
+    x = builder.input((256, 256))
+    made = builder.op("dot", [x], (256, 256), fusible=False, heavy=True)
+    wide = builder.op("add", [made, x], (512, 256))
+    used = builder.op("dot", [wide], (256, 256), fusible=False, heavy=True)
+    root = builder.op("exp", [used], (256, 256))
+    y = builder.op("dot", [root], (), fusible=False, heavy=True)
+    ct = builder.cotangent(())
+    first = builder.op("dot", [ct], (256, 256), fusible=False, heavy=True)
+    weight = builder.op("dot", [first, wide], (16, 16), fusible=False, heavy=True)
+    seen = builder.op("reshape", [weight], (256,), kind="VIEW")
+    second = builder.op("dot", [first, root], (256, 256), fusible=False, heavy=True)
+    graph = builder.build([y], [seen, second])
+    ids = {v: graph.values[v].producer for v in (wide, used, root, first, weight, seen, second)}
+    order = [ids[v] for v in (first, wide, weight, seen, used, root, second)]
+    schedule = build_schedule(graph, (made,), order=[op for op in order if op is not None])
+    simulate(graph, schedule)
+    barriers = [step for step in schedule.steps if step.action == "barrier"]
+    assert len(barriers) == 2
+    assert seen in barriers[1].values
 
-    def tied(name: str) -> tuple[set[int], int]:
-        builder = GraphBuilder()
-        x = builder.input((256, 256))
-        made = builder.op("dot", [x], (256, 256), fusible=False, heavy=True)
-        wide = builder.op(name, [made, x], (512, 256))
-        used = builder.op("dot", [wide], (256, 256), fusible=False, heavy=True)
-        root = builder.op("exp", [used], (256, 256))
-        y = builder.op("dot", [root], (), fusible=False, heavy=True)
-        ct = builder.cotangent(())
-        first = builder.op("dot", [ct], (256, 256), fusible=False, heavy=True)
-        weight = builder.op("dot", [first, wide], (16, 16), fusible=False, heavy=True)
-        seen = builder.op("reshape", [weight], (256,), kind="VIEW")
-        second = builder.op("dot", [first, root], (256, 256), fusible=False, heavy=True)
-        graph = builder.build([y], [seen, second])
-        ids = {v: graph.values[v].producer for v in (wide, used, root, first, weight, seen, second)}
-        order = [ids[v] for v in (first, wide, weight, seen, used, root, second)]
-        schedule = build_schedule(graph, (made,), order=[op for op in order if op is not None])
-        simulate(graph, schedule)
-        barriers = [step for step in schedule.steps if step.action == "barrier"]
-        assert len(barriers) == 2
-        return set(barriers[1].values), seen
 
-    values, gradient = tied("concatenate")
-    assert gradient in values
-    values, gradient = tied("add")  # a kernel that others need makes it
-    assert gradient not in values
+@pytest.mark.parametrize("joined", [True, False], ids=["concatenate", "add"])
+def test_without_an_order_only_gradients_that_read_what_is_put_together_are_tied(
+    joined: bool,
+) -> None:
+    """What is added up is made by a kernel that others need, too; what is put together by one of its own."""
+    width = 256
+
+    def loss(weights: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+        for first, second in weights:
+            made = x @ first
+            again = jnp.tanh(made)
+            wide = jnp.concatenate([made, again], 1) if joined else made + again
+            x = jnp.sin(wide @ second)
+        return jnp.sum(x @ weights[0][0])
+
+    layer = jnp.ones((width, width)), jnp.ones((2 * width if joined else width, width))
+    args = [layer] * 3, jnp.ones((64 * width, width))
+    plan = remat.plan(loss, *args, remat_policy="min_cut")
+    barriers = [set(s.values) for s in plan.schedule.steps if s.action == "barrier"]
+    assert len(barriers) > 2
+    gradients = set(plan.graph.gradients)
+    assert any(gradients & values for values in barriers) == joined
 
 
 def test_what_is_repeated_twice_is_two_values() -> None:
@@ -629,7 +646,7 @@ def _transforms() -> Iterator[Any]:
             yield pytest.param(variant, name, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("variant", "transform"), _transforms())
+@pytest.mark.parametrize(("variant", "transform"), list(_transforms()))
 def test_schedules_of_many_stages_under_transforms(variant: str, transform: str) -> None:
     make = TRANSFORMS[transform]
     want = jax.jit(make(network))(*arrays())
