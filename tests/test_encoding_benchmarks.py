@@ -126,7 +126,7 @@ def test_monet_is_held_to_what_checkmate_reaches() -> None:
 
 def test_a_model_whose_smallest_peak_is_far_below_has_a_deeper_budget() -> None:
     kinds = encodings._budgets([NONE_ROW], Settings(), "transformer")
-    assert [budget for _, _, budget in kinds] == [70, 50, 25]
+    assert [budget for _, _, budget in kinds] == [70, 50, 25, 16, 15]
     assert [b for _, _, b in encodings._budgets([NONE_ROW], Settings(), "vgg16")] == [70, 50]
     asked = Settings(shares=(0.5,))
     assert [b for _, _, b in encodings._budgets([NONE_ROW], asked, "transformer")] == [50]
