@@ -74,17 +74,13 @@ class PolicyPlanner(SteadyPlanner):
     @property
     def takes_long(self) -> bool:
         """Whether there is a budget and the policy can plan within one: seconds to minutes."""
-        return self._session() is not None
-
-    def _session(self) -> BudgetSession | None:
-        if self.budget is None or not isinstance(self.policy, BudgetPolicy):
-            return None
-        return BudgetSession(self.policy, self.budget, self.margin)
+        return self.budget is not None and isinstance(self.policy, BudgetPolicy)
 
     def begin(self) -> PolicyPlanner | BudgetSession:
         """Returns a new session if there is a budget and the policy can plan within one."""
-        session = self._session()
-        return self if session is None else session
+        if self.budget is not None and isinstance(self.policy, BudgetPolicy):
+            return BudgetSession(self.policy, self.budget, self.margin)
+        return self
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns the sites that the policy wants; one that plans within a budget has a session instead."""
