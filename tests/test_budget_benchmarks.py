@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import remat
-from benchmarks import budgets, depth, planners, search
+from benchmarks import budgets, coarsening, depth, planners, search
 from benchmarks.budgets import Measured
 from benchmarks.depth import Depth
 from benchmarks.planners import Solved
@@ -28,7 +28,7 @@ from benchmarks.programs import Row
 from models import gpt, lstm, mlp, resnet
 from models.cases import materialize
 from remat.policies import Ilp, Sublinear, get_policy
-from remat.policies.condense import condense
+from remat.policies.condense import buffers_of, condense
 from remat.policies.problem import Problem, peak_of_order, replay
 
 DEVICE = "h200"
@@ -277,7 +277,7 @@ def test_budgets_are_kept_on_the_gpu_compiler() -> None:
 
 
 def test_unknown_models_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    for program in (budgets, planners):
+    for program in (budgets, coarsening, planners):
         with pytest.raises(SystemExit):
             program.main(["nonsense"])
         assert "unknown models ['nonsense']" in capsys.readouterr().err
@@ -551,3 +551,46 @@ def test_optima_of_chains_are_those_of_the_closed_form() -> None:
                 rounds += 1
             forward = rounds * (steps + 1) - math.comb(snapshots + rounds, rounds - 1)
             assert optimum == forward - steps
+
+
+# --- coarsening
+
+COARSENED = coarsening.Coarsened(
+    model="m",
+    share=0.5,
+    nodes=10,
+    equations=20,
+    budget_bytes=100,
+    seconds=1.0,
+    fused=5,
+    tried=6,
+    failed=0,
+    best_seconds=0.995,
+    best="all of mul",
+)
+
+
+def test_a_gain_above_one_percent_is_a_line() -> None:
+    assert coarsening.problems_of([COARSENED]) == []
+    row = dataclasses.replace(COARSENED, best_seconds=0.98)
+    assert coarsening.problems_of([row]) == [
+        "m at 0.5: 2.00% cheaper with all of mul as buffers, 1% is allowed"
+    ]
+
+
+def test_candidates_are_fused_forward_values() -> None:
+    graph = planners.graph_of("gpt_tiny")
+    fused = coarsening.candidates(graph)
+    buffers = buffers_of(graph)
+    forward = {v for op in graph.forward_ops() for v in op.outputs}
+    found = {v for values in fused.values() for v in values}
+    assert found and found <= forward - buffers
+    for name, values in fused.items():
+        assert {graph.ops[cast(int, graph.values[v].producer)].name for v in values} == {name}
+
+
+def test_coarsening_of_a_small_graph() -> None:
+    row = coarsening.run_model("residual_mlp_small", 0.6, values=1)
+    assert row.tried > 0 and row.fused > 0
+    assert 0 < row.best_seconds <= row.seconds and 0 <= row.gain < coarsening.MAX_GAIN
+    assert coarsening.problems_of([row]) == []
