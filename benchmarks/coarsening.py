@@ -15,18 +15,13 @@ so it is what was found, no bound. What is overwritten in place is not joined, i
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import jax
 
-import remat
-from benchmarks.planners import graph_of, warm_up
-from models.cases import CASES
+from benchmarks.planners import graph_of, parse_models, warm_up, write_rows
 from remat.graph import Graph
 from remat.policies._within import Pool, first_bound
 from remat.policies.condense import Condensed, buffers_of, condense_apart
@@ -183,30 +178,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {list(MODELS)}")
     parser.add_argument("--share", type=float, help="of the peak; default: the model's, else 0.5")
     parser.add_argument("--values", type=int, default=60, help="single values tried, at most")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after every model")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if anything is missed")
-    options = parser.parse_args(argv)
-    names = options.models or list(MODELS)
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        parser.error(f"unknown models {unknown}; choose from {[*CASES]}")
+    options = parse_models(parser, argv, MODELS)
     warm_up()
     print(
         f"  {'':14s} {'share':>5s} {'equat.':>6s} {'nodes':>6s} {'fused':>6s} {'tried':>6s} {'failed':>6s} "
         f"{'ms':>9s} {'gain %':>8s}"
     )
     rows: list[Coarsened] = []
-    for name in names:
+    for name in options.models:
         rows.append(run_model(name, options.share or MODELS.get(name, 0.5), options.values))
         print(_line(rows[-1]), flush=True)
         if options.json:
-            record = {
-                "jax": jax.__version__,
-                "remat": remat.__version__,
-                "date": time.strftime("%Y-%m-%d"),
-                "rows": [{**asdict(row), "gain": row.gain} for row in rows],
-            }
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_rows(options.json, [{**asdict(row), "gain": row.gain} for row in rows])
     missed = problems_of(rows)
     for line in missed:
         print(f"  MISSED  {line}", flush=True)

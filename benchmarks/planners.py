@@ -20,7 +20,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,12 +42,14 @@ __all__ = [
     "MODELS",
     "Solved",
     "main",
+    "parse_models",
     "problems_of",
     "run_model",
     "sequence_of",
     "solve",
     "warm_up",
     "window_floor_bytes",
+    "write_rows",
 ]
 
 SHARES = (0.33, 0.4, 0.5, 0.6, 0.7)
@@ -298,6 +300,34 @@ def _portable(error: Exception) -> str:
     return str(error).replace(f"{Path(__file__).resolve().parents[1]}/", "")
 
 
+def parse_models(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, default: Iterable[str]
+) -> argparse.Namespace:
+    """Adds `--json` and `--check` and parses; `models` are `default` if none are named.
+
+    An unknown model ends the program, as other errors of a parser do.
+    """
+    parser.add_argument("--json", type=Path, help="write the rows to this file, after every model")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if anything is missed")
+    options = parser.parse_args(argv)
+    options.models = options.models or list(default)
+    unknown = [name for name in options.models if name not in CASES]
+    if unknown:
+        parser.error(f"unknown models {unknown}; choose from {[*default, *CASES]}")
+    return options
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows with the versions they were made with."""
+    record = {
+        "jax": jax.__version__,
+        "remat": remat.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -307,13 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     known = [name for name in DEFAULT_POLICIES if name in POLICIES]
     parser.add_argument("--policies", nargs="+", default=known)
     parser.add_argument("--shares", type=float, nargs="+", help="of the peak; default: the model's")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after every model")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if anything is missed")
-    options = parser.parse_args(argv)
-    names = options.models or list(MODELS)
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        parser.error(f"unknown models {unknown}; choose from {[*MODELS, *CASES]}")
+    options = parse_models(parser, argv, MODELS)
     for name in options.policies:
         if name not in POLICIES or not isinstance(get_policy(name), BudgetPolicy):
             valid = [p for p in POLICIES if isinstance(get_policy(p), BudgetPolicy)]
@@ -321,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     warm_up()
     rows: list[Solved] = []
     missed: list[str] = []
-    for name in names:
+    for name in options.models:
         start = time.perf_counter()
         graph = graph_of(name)
         print(f"traced {name} in {time.perf_counter() - start:.1f} s", flush=True)
@@ -332,13 +356,7 @@ def main(argv: list[str] | None = None) -> int:
         for line in lines:
             print(f"  MISSED  {line}", flush=True)
         if options.json:
-            record = {
-                "jax": jax.__version__,
-                "remat": remat.__version__,
-                "date": time.strftime("%Y-%m-%d"),
-                "rows": [asdict(row) for row in rows],
-            }
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_rows(options.json, [asdict(row) for row in rows])
     return 1 if options.check and missed else 0
 
 
