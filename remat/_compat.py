@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import lib as _lib
 from jax._src import source_info_util as _source_info
 from jax.extend import core as _extend_core
 
@@ -25,6 +26,7 @@ __all__ = [
     "called_function_name",
     "checkpoint_name_of",
     "cotangent_of",
+    "cuda_data_dir",
     "evaluate_equation",
     "has_ordered_effects",
     "in_loop_body",
@@ -56,6 +58,11 @@ _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "cal
 _JIT_NAMES = frozenset({"jit", "pjit"})
 _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def cuda_data_dir() -> str | None:
+    """Where jax tells XLA to look for CUDA's tools first; None if it leaves that to ``XLA_FLAGS``."""
+    return getattr(_lib, "cuda_path", None)
 
 
 def is_literal(atom: Any) -> bool:

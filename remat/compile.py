@@ -11,8 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -22,11 +25,13 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from remat._compat import cuda_data_dir
 from remat.compiled import CompileReport
 from remat.devices import Device, device_of_kind, get_device
 from remat.errors import CompileError
 from remat.hlo import Module, parse_module
 from remat.kernels import Kernel, find_kernels
+from remat.toolchain import Plugin, find_plugin, how_to_install, missing_tools
 
 __all__ = ["CPU_COMPILER_OPTIONS", "CompileReport", "Kernel", "compile_report", "compiler_options"]
 
@@ -41,6 +46,13 @@ subexpression elimination merges recomputed values with the ones they replace.
 
 _LARGE_CONSTANT_BYTES = 4096
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_DATA_DIR_OPTION = "xla_gpu_cuda_data_dir"
+_SAMPLE_PROGRAM = """
+import json, sys
+from remat.compile import compile_sample
+compile_sample(*json.loads(sys.argv[1]))
+"""
+_SAMPLE_SECONDS = 300
 _KEPT = (
     "optimization barriers were kept: compiled with xla_disable_hlo_passes=cse_barrier_expander; "
     "a plain jit on CPU does not do this (see remat.compile.compiler_options)"
@@ -99,7 +111,7 @@ def compile_report(
     Raises:
         CompileError: the device is not known, its compiler is not installed, or the compiler fails.
     """
-    target = _target(device)
+    target = _target(device, (compiler_options or {}).get(_DATA_DIR_OPTION))
     options = _merged_options(target.platform, compiler_options, keep_barriers)
     static, donated = _as_tuple(static_argnums), _as_tuple(donate_argnums)
     skipped = {number % len(args) for number in static} if args else set()
@@ -141,7 +153,7 @@ class _Target:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
-def _target(name: str | None) -> _Target:
+def _target(name: str | None, data_dir: str | None) -> _Target:
     if name is None or (get_device(name).gpu is None and jax.default_backend() == name.lower()):
         attached = jax.devices()[0]
         known = device_of_kind(attached.device_kind)
@@ -151,25 +163,115 @@ def _target(name: str | None) -> _Target:
     if device.gpu is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices(device.name)[0])
         return _Target(device.name, device.name, True, device, sharding)
-    return _Target(device.name, "cuda", False, device, _absent_gpu(device))
+    return _Target(device.name, "cuda", False, device, _absent_gpu(device, data_dir))
+
+
+def _absent_gpu(device: Device, data_dir: str | None) -> jax.sharding.SingleDeviceSharding:
+    """A place on a GPU that is only described; arguments put there are compiled for it.
+
+    Args:
+        device: a GPU.
+        data_dir: where the compiler options tell XLA to look for CUDA's tools; None if nowhere.
+
+    Raises:
+        CompileError: XLA's GPU compiler, or what it needs, is not there.
+    """
+    plugin = find_plugin()
+    if plugin is None:
+        raise CompileError(
+            f"Compiling for {device.name!r} needs XLA's GPU compiler, a plugin of jax, which is not "
+            f"installed. {how_to_install()}"
+        )
+    plugin.check_versions()
+    _check_tools(device, plugin, data_dir or cuda_data_dir())
+    return _described_gpu(device, plugin.module)
 
 
 @functools.cache
-def _absent_gpu(device: Device) -> jax.sharding.SingleDeviceSharding:
-    """A place on a GPU that is only described; arguments put there are compiled for it."""
+def _check_tools(device: Device, plugin: Plugin, data_dir: str | None) -> None:
+    """Makes sure that XLA finds its tools, because some versions of it crash if it does not.
+
+    Only success is remembered: what is installed meanwhile is found.
+    """
+    missing = missing_tools(device, plugin, data_dir)
+    if missing is None:
+        return
+    failure = _failure_in_another_process(device, data_dir, missing)
+    if failure is not None:
+        raise CompileError(
+            f"Compiling for {device.name!r}: XLA's GPU compiler does not find {missing}. It was tried "
+            f"in another process: {failure}. {how_to_install(plugin.cuda)}"
+        )
+
+
+@functools.cache
+def _failure_in_another_process(device: Device, data_dir: str | None, missing: str) -> str | None:
+    """Compiles a sample where a crash hurts nobody; returns what went wrong, None if nothing did.
+
+    Args:
+        device: a GPU.
+        data_dir: as for `_check_tools`.
+        missing: what was not found; part of what is remembered, so that a change is tried again.
+    """
+    if not sys.executable:
+        return "there is no Python interpreter to try it with"
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    arguments = json.dumps([device.name, data_dir])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SAMPLE_PROGRAM, arguments],
+            env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SAMPLE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"it died of {signal.Signals(-done.returncode).name}"
+    said = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return said[-1].strip() if said else f"it ended with status {done.returncode}"
+
+
+def compile_sample(name: str, data_dir: str | None) -> None:
+    """Compiles, unchecked, a small program that needs every tool of XLA's GPU compiler.
+
+    Args:
+        name: of a GPU.
+        data_dir: where XLA is told to look for its tools first; None if nowhere.
+
+    Raises:
+        CompileError: XLA could not compile it. Where its tools are missing, it may crash instead.
+    """
+    device, plugin = get_device(name), find_plugin()
+    assert plugin is not None
+
+    def sample(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jax.numpy.sin(c @ c), None), x, length=2)[0]
+
+    sharding = _described_gpu(device, plugin.module)
+    target = _Target(name, "cuda", False, device, sharding)
+    shape = jax.ShapeDtypeStruct((256, 256), np.float32, sharding=sharding)
+    options = {} if data_dir is None else {_DATA_DIR_OPTION: data_dir}
+    _compile(jax.jit(sample), (shape,), {}, target, options)
+
+
+@functools.cache
+def _described_gpu(device: Device, module: str) -> jax.sharding.SingleDeviceSharding:
     try:
         topology = _topology(device)
     except NotImplementedError:
-        _register_cuda_plugin()
+        _register_cuda_plugin(module)
         topology = None
     try:
         topology = topology or _topology(device)
     except Exception as error:
         raise CompileError(
             f"Compiling for {device.name!r} needs XLA's GPU compiler, which could not be reached "
-            f"({type(error).__name__}: {error}). On Linux: pip install jax-cuda13-plugin=="
-            f"{jax.__version__} (about 140 MB, needs neither a GPU nor CUDA); its version must be "
-            "that of jax. Elsewhere, use device='cpu'."
+            f"({type(error).__name__}: {error}). {how_to_install()}"
         ) from error
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -180,20 +282,17 @@ def _topology(device: Device) -> topologies.TopologyDescription:
     )
 
 
-def _register_cuda_plugin() -> None:
+def _register_cuda_plugin(module: str) -> None:
     """Registers an installed CUDA plugin that gave up because there are no CUDA libraries.
 
     That is what happens if jax was first used without ``JAX_PLATFORMS=cpu``. The backends are
     started before, so that jax does not try to run anything on the GPU that is missing.
     """
     jax.devices()
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    names = sorted({plugin.value for plugin in plugins if "cuda" in plugin.value})
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"
     try:
-        for name in names:
-            importlib.import_module(name).initialize()
+        importlib.import_module(module).initialize()
     finally:
         if before is None:
             del os.environ[_SKIP_CHECK]

@@ -10,7 +10,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import remat.compile as compile_module
 from remat.compile import CPU_COMPILER_OPTIONS, compile_report, compiler_options
 from remat.devices import GPU_NAMES
 from remat.errors import CompileError
+from remat.toolchain import Plugin
 
 MIB = 2**20
 _HAS_PLUGIN = any(
@@ -302,16 +303,84 @@ def test_errors_of_the_function_are_its_own() -> None:
 
 
 def test_missing_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("topology not implemented for cuda")
-
-    compile_module._absent_gpu.cache_clear()
-    monkeypatch.setattr(compile_module, "_register_cuda_plugin", lambda: None)
-    monkeypatch.setattr(compile_module.topologies, "get_topology_desc", missing)
-    expected = rf"pip install jax-cuda13-plugin=={jax.__version__}"
+    monkeypatch.setattr(compile_module, "find_plugin", lambda: None)
+    expected = rf'pip install "jax\[cuda13-local\]=={jax.__version__}" nvidia-cuda-nvcc'
     with pytest.raises(CompileError, match=expected):
         compile_report(lambda x: x, f32(4), device="b200")
-    compile_module._absent_gpu.cache_clear()
+
+
+@pytest.fixture
+def without_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine whose plugin of jax is complete, and where ptxas cannot be found."""
+    plugin = Plugin("jax_plugins.xla_cuda13", pathlib.Path("/nowhere"), "13")
+    monkeypatch.setattr(compile_module, "find_plugin", lambda: plugin)
+    monkeypatch.setattr(Plugin, "check_versions", lambda self: None)
+    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: "the program ptxas")
+    forget_tools()
+    yield monkeypatch
+    forget_tools()
+
+
+def forget_tools() -> None:
+    compile_module._check_tools.cache_clear()
+    compile_module._failure_in_another_process.cache_clear()
+
+
+def compile_without_tools(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Compiles where another process is given `program`; XLA must not be asked in this one."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("XLA was asked, which may crash")
+
+    monkeypatch.setattr(compile_module, "_SAMPLE_PROGRAM", program)
+    monkeypatch.setattr(compile_module, "_described_gpu", never)
+    monkeypatch.setattr(compile_module, "_compile", never)
+    compile_report(jax.grad(mlp), [f32(32, 32)], f32(8, 32), device="h200")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it died of SIGSEGV"),
+        ("raise RuntimeError('no PTX compiler')", "RuntimeError: no PTX compiler"),
+        ("raise SystemExit(3)", "it ended with status 3"),
+    ],
+)
+def test_where_tools_are_missing_another_process_crashes(
+    without_tools: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    with pytest.raises(CompileError) as caught:
+        compile_without_tools(without_tools, program)
+    text = str(caught.value)
+    assert "does not find the program ptxas" in text
+    assert said in text
+    assert f'pip install "jax[cuda13-local]=={jax.__version__}" nvidia-cuda-nvcc' in text
+
+
+def test_a_failure_is_tried_once_and_an_installation_is_noticed(
+    without_tools: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    log = tmp_path / "log"
+    program = f"open({str(log)!r}, 'a').write('tried '); raise SystemExit(1)"
+    for _ in range(3):
+        with pytest.raises(CompileError, match="status 1"):
+            compile_without_tools(without_tools, program)
+    assert log.read_text() == "tried "
+    without_tools.setattr(compile_module, "missing_tools", lambda *_: None)
+    with pytest.raises(AssertionError, match="XLA was asked"):
+        compile_without_tools(without_tools, program)
+
+
+@gpu_compile
+def test_what_only_xla_finds_is_found_out_in_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Should XLA look elsewhere one day, a search that finds nothing must not stand in the way."""
+    forget_tools()
+    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: "the program ptxas")
+    report = compile_report(jax.grad(mlp), [f32(32, 32)] * 2, f32(8, 32), device="h200")
+    assert report.matmuls_executed == 5
+    forget_tools()
 
 
 @gpu_compile

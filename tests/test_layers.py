@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_compat", "interrupt", "primitives", "pooling"),
     ("devices", "graph", "hlo", "target", "program"),
-    ("forms", "ranges"),
+    ("forms", "ranges", "toolchain"),
     ("plan", "cost", "hlo_flops", "trip_count", "encode"),
     ("schedule", "simulate", "memory", "report", "kernels", "planner"),
     ("plan_file", "plan_diff"),
@@ -74,6 +74,7 @@ WITHOUT_JAX = (
     "simulate",
     "target",
     "time_limit",
+    "toolchain",
     "trip_count",
 )
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib")
