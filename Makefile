@@ -1,13 +1,21 @@
 # `make demo` and `make test` set up everything they need in a virtual environment of their own.
 #
-#   PYTHON=python3.12   the interpreter the environment is made with (3.11 or newer)
+#   PYTHON=python3.12   the interpreter the environment is made with; else the newest one found, from 3.11 on
 #   VENV=.venv          where the environment lies
 #   GPU=no              on a machine with an NVIDIA GPU: neither install CUDA nor use the GPU
 #   STEPS=200           training steps of the demo
 #   ARGS=...            further arguments of the demo or of pytest
 #   JAX=0.10.0          a certain jax version, "newest" (the default) or "nightly"
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Tried in this order. Pythons newer than those of the classifiers in pyproject.toml come last, as plain
+# `python3`: not every dependency may have a wheel for them. Some of these are there without working, or
+# without what makes environments.
+PYTHONS := python3.13 python3.12 python3.11 python3
+IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+ifeq ($(origin PYTHON),undefined)
+PYTHON = $(eval PYTHON := $(shell for python in $(PYTHONS); do \
+  "$$python" -c '$(IS_USABLE)' 2>/dev/null && echo "$$python" && exit; done; echo python3))$(PYTHON)
+endif
 VENV ?= .venv
 GPU ?= $(if $(wildcard /dev/nvidia0 /proc/driver/nvidia/version),yes,no)
 STEPS ?= 200
@@ -19,6 +27,10 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 STAMP := $(VENV)/.installed-gpu-$(GPU)-jax-$(JAX)
+
+# Without a GPU, XLA's GPU compiler, which needs none; with one, CUDA.
+EXTRAS_no := test,deviceless
+EXTRAS_yes := test,gpu
 
 JAX_PIN_newest :=
 JAX_PIN_nightly := jax jaxlib
@@ -51,32 +63,18 @@ setup: $(STAMP)
 
 # The environment is made anew whenever what it depends on has changed.
 $(STAMP): pyproject.toml Makefile
-	@test -n "$(PYTHON)" || { echo "no python3 found; set PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "there is no $(PYTHON); set PYTHON=/path/to/python3.11 or newer"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "remat needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "making a virtual environment in $(VENV) (some minutes, once)"
+	@echo "making a virtual environment in $(VENV) with $$("$(PYTHON)" --version) (some minutes, once)"
 	@rm -rf "$(VENV)"
-	@$(PYTHON) -m venv "$(VENV)" || { \
+	@"$(PYTHON)" -m venv "$(VENV)" || { \
 	  echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PIP) --upgrade pip "setuptools>=77"
-	$(PIP) --no-build-isolation -e ".[test]" $(JAX_INDEX) $(JAX_PIN)
-	@version=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))'); \
-	$(GPU_SETUP_$(GPU))
+	$(PIP) --no-build-isolation -e ".[$(EXTRAS_$(GPU))]" $(JAX_INDEX) $(JAX_PIN)
+	@$(BIN)/python -c 'import jax; print("jax", jax.__version__)'
 	@touch $@
-
-# The GPU plugin's version must be that of jax, whatever is newest.
-define GPU_SETUP_no
-echo "installing XLA's GPU compiler for jax $$version (it needs no GPU)"; \
-	$(PIP) --no-build-isolation -e ".[deviceless]" $(JAX_INDEX) \
-	  "jax==$$version" "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || \
-	echo "There is no GPU compiler for jax $$version on this machine (only on Linux x86-64 and aarch64):" \
-	  "going on without; what compiles for GPUs that are not there is left out."
-endef
-define GPU_SETUP_yes
-echo "installing CUDA for jax $$version (large; GPU=no does without)"; \
-	$(PIP) --no-build-isolation -e ".[gpu]" $(JAX_INDEX) "jax[cuda13]==$$version" || \
-	echo "There is no CUDA build of jax $$version for this machine: going on with the CPU."
-endef
 
 lint: $(STAMP)
 	$(PIP) --no-build-isolation -e ".[lint]"

@@ -28,8 +28,8 @@ Departures from FastSA:
 Complexity: O((d + 1) * (log n + u)) per edited run of a node with d inputs, each with u users; no limit on the
 repetitions of a node. Memory O(n + edges).
 
-The inner loop is compiled by numba if that is installed (`pip install remat[search]`); without, the same code
-runs in Python, 50 to 100 times slower, with equal results for equal `seed` and `proposals`.
+The inner loop is compiled by numba. Where there is no numba for a new Python yet, the same code runs in Python,
+50 to 100 times slower, with equal results for equal `seed` and `proposals`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ import remat
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAKE = shutil.which("make")
+needs_make = pytest.mark.skipif(MAKE is None or os.name != "posix", reason="make is not installed")
 BUILT = ("pyproject.toml", "README.md", "LICENSE", "remat", "policies", "models", "tests")
 
 
@@ -150,3 +152,72 @@ def test_supported_versions_agree() -> None:
     ]
     listed = {c.rsplit(" ", 1)[1] for c in project["classifiers"] if c.startswith("Programming")}
     assert {row["python"] for row in rows} == {v for v in listed if "." in v}
+
+
+def test_planning_within_budgets_is_fast_without_extras() -> None:
+    (numba,) = (d for d in PROJECT["project"]["dependencies"] if d.startswith("numba"))
+    listed = [c.rsplit(" ", 1)[1] for c in PROJECT["project"]["classifiers"]]
+    below = re.search(r"python_version < '3\.(\d+)'", numba)
+    assert below is not None
+    assert all(int(v[2:]) < int(below[1]) for v in listed if v.startswith("3."))
+
+
+def interpreter_of_make(folder: Path, pythons: dict[str, str], *arguments: str) -> str:
+    """The interpreter that `make` would set up with, where `PATH` has these scripts, and no others."""
+    for name, script in pythons.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    assert MAKE is not None
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")}
+    place = f"VENV={folder / 'venv'}"
+    said = subprocess.run(
+        [MAKE, "-n", "setup", "SHELL=/bin/sh", place, *arguments],
+        cwd=ROOT,
+        env={**environment, "PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (found,) = re.findall(r'"([^"]+)" -m venv', said)
+    return found
+
+
+WORKS, MISSING = "exit 0", "echo 'pyenv: command not found' >&2; exit 127"
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("pythons", "expected"),
+    [
+        ({"python3.13": WORKS, "python3.11": WORKS, "python3": WORKS}, "python3.13"),
+        ({"python3.13": MISSING, "python3.12": WORKS, "python3.11": WORKS}, "python3.12"),
+        ({"python3.11": WORKS, "python3": WORKS}, "python3.11"),
+        ({"python3.10": WORKS, "python3": WORKS}, "python3"),
+        ({"python3.12": "exit 1", "python3": "exit 1"}, "python3"),
+        ({}, "python3"),
+    ],
+)
+def test_make_takes_the_newest_python_that_works(
+    tmp_path: Path, pythons: dict[str, str], expected: str
+) -> None:
+    assert interpreter_of_make(tmp_path, pythons) == expected
+
+
+@needs_make
+def test_make_can_be_told_which_python_to_take(tmp_path: Path) -> None:
+    pythons = {"python3.13": WORKS, "python3.11": WORKS}
+    assert interpreter_of_make(tmp_path, pythons, "PYTHON=python3.11") == "python3.11"
+
+
+@needs_make
+def test_make_knows_the_pythons_of_pyproject() -> None:
+    listed = [c.rsplit(" ", 1)[1] for c in PROJECT["project"]["classifiers"]]
+    newest_first = [f"python{v}" for v in reversed(listed) if v.startswith("3.")]
+    (tried,) = re.findall(r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tried.split() == [*newest_first, "python3"]
+
+
+def test_what_ci_leaves_out_is_there() -> None:
+    (named,) = re.findall(r'^left_out="([^"]+)"', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    lacking = [n for n in named.split() if not (ROOT / "tests" / f"test_{n}.py").is_file()]
+    assert named.split() and not lacking
