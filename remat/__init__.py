@@ -14,6 +14,7 @@ from remat.errors import ImplementationError as ImplementationError
 from remat.errors import PlanError as PlanError
 from remat.errors import PolicyError as PolicyError
 from remat.errors import RematError as RematError
+from remat.errors import RematWarning as RematWarning
 from remat.errors import ScheduleError as ScheduleError
 from remat.errors import TraceError as TraceError
 from remat.fit import Fitted as Fitted

@@ -22,6 +22,7 @@ from jax.extend import core as _extend_core
 __all__ = [
     "ScanParts",
     "at_site",
+    "avals_of",
     "call_body",
     "called_function_name",
     "checkpoint_name_of",
@@ -33,6 +34,7 @@ __all__ = [
     "is_literal",
     "is_tracer",
     "jax_checkpoint",
+    "name_of",
     "open_jaxpr",
     "plain_params",
     "scan_parts",
@@ -58,6 +60,14 @@ _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "cal
 _JIT_NAMES = frozenset({"jit", "pjit"})
 _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+# One primitive that stands for many operators, each an object in its parameters; jax's name for a few of these,
+# and what the same operators are called where they are primitives.
+_HI_NAME = "call_hi_primitive"
+_HI_OPERATORS = {
+    "RematTraced": "checkpoint",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+}
 
 
 def cuda_data_dir() -> str | None:
@@ -82,10 +92,53 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, []
 
 
+def _operator_of(eqn: JaxprEqn) -> Any | None:
+    """Returns the operator that a `call_hi_primitive` stands for, None for every other equation."""
+    return eqn.params.get("_prim") if eqn.primitive.name == _HI_NAME else None
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """Returns the name of an equation's primitive, or of the operator that the primitive stands for."""
+    operator = _operator_of(eqn)
+    if operator is None:
+        return eqn.primitive.name
+    name = type(operator).__name__
+    return _HI_OPERATORS.get(name, name)
+
+
+def avals_of(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
+    """Returns the abstract values of an equation's operands and results."""
+    return [getattr(v, "aval", None) for v in eqn.invars], [v.aval for v in eqn.outvars]
+
+
+def _params_of(eqn: JaxprEqn) -> Mapping[str, Any]:
+    """Returns an equation's parameters, or those of the operator that its primitive stands for."""
+    operator = _operator_of(eqn)
+    return eqn.params if operator is None else operator.params
+
+
+def _expanded(eqn: JaxprEqn) -> Any | None:
+    """Returns the jaxpr of a `call_hi_primitive` in terms of primitives, None if it has none for these operands."""
+    params = eqn.params
+
+    def expand(*operands: Any) -> Sequence[Any]:
+        return eqn.primitive.to_lojax(*operands, **params)
+
+    try:
+        with eqn.ctx.manager:
+            return jax.make_jaxpr(expand)(*(shape_of(v.aval) for v in eqn.invars))
+    except (
+        AttributeError,
+        NotImplementedError,
+        TypeError,
+    ):  # not made of arrays, or has no expansion
+        return None
+
+
 def sub_jaxprs(eqn: JaxprEqn) -> list[Any]:
     """Returns the jaxprs in an equation's parameters, closed ones kept closed."""
     found = []
-    for param in eqn.params.values():
+    for param in _params_of(eqn).values():
         items = param if isinstance(param, (tuple, list)) else (param,)
         found += [p for p in items if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
     return found
@@ -100,7 +153,7 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
 
     A `jit` with explicit shardings is kept: inlining would lose them.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name, params = name_of(eqn), _params_of(eqn)
     if name in _JIT_NAMES:
         plain = _unspecified(params.get("in_shardings", ())) and _unspecified(
             params.get("out_shardings", ())
@@ -112,6 +165,8 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
         return params["jaxpr"]
     if name in _CUSTOM_NAMES and inline_custom:
         return params.get("call_jaxpr", params.get("fun_jaxpr"))
+    if _operator_of(eqn) is not None and inline_custom and name not in _HI_OPERATORS.values():
+        return _expanded(eqn)  # it has derivative rules of its own, like a custom call
     return None
 
 
@@ -153,7 +208,7 @@ def has_ordered_effects(eqn: JaxprEqn) -> bool:
 
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     """Returns the tag of a `checkpoint_name` equation, None for every other equation."""
-    return eqn.params["name"] if eqn.primitive.name == "name" else None
+    return _params_of(eqn)["name"] if name_of(eqn) == "name" else None
 
 
 @dataclass(frozen=True)

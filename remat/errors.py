@@ -1,4 +1,4 @@
-"""Exceptions of `remat`: every message says what was passed, what was expected and what to try."""
+"""Exceptions and the warning of `remat`: every message says what was passed, what was expected and what to try."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "RematError",
+    "RematWarning",
     "ScheduleError",
     "TraceError",
     "nearest",
@@ -21,6 +22,10 @@ __all__ = [
 
 class RematError(Exception):
     """Base class of every exception that `remat` raises on purpose."""
+
+
+class RematWarning(UserWarning):
+    """A plan is worse than it could be for a reason that the user can do something about."""
 
 
 class PolicyError(RematError, ValueError):

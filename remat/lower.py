@@ -25,6 +25,7 @@ from remat.errors import DifferentiationError
 from remat.forms import form_of
 from remat.graph import Graph, Implementations, Op, Site, Value
 from remat.interrupt import interrupted, planning
+from remat.opaque import warn_of_opaque
 from remat.operators import implementations
 from remat.plan import LoopPlan, Plan, Step
 from remat.planner import NO_CHUNKS, Planner, rest_of
@@ -230,6 +231,7 @@ class StagedFunction:
         num_carried: int = 0,
         name_values: bool = False,
         is_chunk: bool = False,
+        is_body: bool = False,
     ) -> None:
         self.whole = primal
         self.primal, self.aside = split_undifferentiated(primal)
@@ -241,6 +243,7 @@ class StagedFunction:
         self.num_carried = num_carried
         self.name_values = name_values
         self.is_chunk = is_chunk
+        self.is_body = is_body
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
         self._plain_jit = jax.jit(partial(evaluate, self.primal))
@@ -291,7 +294,10 @@ class StagedFunction:
             staged = self._plan_once(inputs, perturbed, planner)
             if not planner.again(staged.plan):
                 break
-        return Staged(staged.joint, planner.finish(staged.plan))
+        plan = planner.finish(staged.plan)
+        if not self.is_body:  # a body's plan is part of the whole one
+            warn_of_opaque(plan)
+        return Staged(staged.joint, plan)
 
     def _plan_once(
         self, inputs: Sequence[Any], perturbed: tuple[bool, ...], planner: Planner
@@ -453,6 +459,7 @@ class _Loops:
             program,
             planner,
             barriers=False,
+            is_body=True,
             inline_checkpoints=self.room.inline_checkpoints,
             multiplicity=multiplicity,
             num_invariant=parts.num_consts,

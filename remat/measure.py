@@ -37,12 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _compat, api
+from remat.classify import classify_equation
 from remat.cost import op_seconds
 from remat.devices import Device, device_of_kind, get_device
 from remat.errors import CompileError, PolicyError
 from remat.graph import Op
 from remat.interrupt import Progress
-from remat.primitives import OpClass, classify
+from remat.primitives import OpClass
 from remat.program import Literal, Program
 from remat.resolve import PlanPlanner, PolicyPlanner, resolve
 from remat.trace import Joint, check_differentiable
@@ -305,11 +306,10 @@ def _cannot_run_alone(program: Program, op: Op) -> str:
 
 def _obstacle(eqn: Any) -> str:
     """Returns what in an equation or its bodies keeps it from running alone; empty if nothing does."""
-    name = eqn.primitive.name
+    name = _compat.name_of(eqn)
     if name in _DATA_DEPENDENT:
         return _DATA_DEPENDENT[name]
-    avals = [[var.aval for var in side] for side in (eqn.invars, eqn.outvars)]
-    cost = classify(name, eqn.params, *avals, effects=eqn.effects)
+    cost = classify_equation(eqn)
     if cost.effectful:
         return _NOT_ALONE[OpClass.EFFECT]
     if cost.op_class in _NOT_ALONE and not cost.fusible:
@@ -353,8 +353,7 @@ def _is_kernel(eqn: Any) -> bool:
     """Whether an equation is a custom kernel: what it does is not all in its printed parameters."""
     if eqn.primitive.name == "pallas_call":
         return True
-    avals = [[var.aval for var in side] for side in (eqn.invars, eqn.outvars)]
-    return classify(eqn.primitive.name, eqn.params, *avals).op_class is OpClass.OPAQUE
+    return classify_equation(eqn).op_class is OpClass.OPAQUE
 
 
 def _has_kernel(eqn: Any) -> bool:
@@ -371,7 +370,7 @@ def _describe(program: Program, index: int) -> str:
     equation = program.equations[index]
     types = [_type(program.avals[value]) for value in equation.reads]
     listed = ", ".join(types[:4]) + (f", ... {len(types)} operands" if len(types) > 4 else "")
-    return f"{equation.source.primitive.name}({listed})"
+    return f"{_compat.name_of(equation.source)}({listed})"
 
 
 def _one_line(error: BaseException) -> str:

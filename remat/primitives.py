@@ -20,7 +20,7 @@ jax, so that the table can be read and tested on its own. Decisions that are not
   taken as the identity it is on one device.
 
 A name that is not in `TABLE` is `OpClass.OPAQUE`, is never recomputed, and says so in
-`OpCost.reason`.
+`OpCost.reason`; `remat.classify` then looks at what the primitive lowers to.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OpCost:
         heavy: compute bound, recomputing it costs time even when fused.
         random: draws random bits (not: derives keys, which is cheap).
         effectful: must run exactly once.
-        known: the primitive is in `TABLE` and its flops could be counted.
+        known: the primitive is in `TABLE` and its flops could be counted, or its lowering is understood.
         recomputable: may run a second time in the backward pass.
         reason: why it may not, or what is not known about it; empty otherwise.
     """
@@ -463,9 +463,10 @@ _POINTWISE_WEIGHTS: Mapping[int, str] = MappingProxyType(
             round select select_n shift_left shift_right_arithmetic shift_right_logical sign xor
         """,
         2: "clamp stochastic_round",
+        3: "one_minus_square",
         4: "nextafter reciprocal rsqrt sqrt",
         6: "rem",
-        10: "cbrt exp exp2 expm1 log log1p logistic tanh",
+        10: "cbrt exp exp2 expm1 log log1p log2 logistic tanh",
         15: "cos cosh erf erfc sin sinh",
         20: "acos acosh asin asinh atan atan2 atanh erf_inv pow tan",
         40: "bessel_i0e bessel_i1e digamma lgamma",
@@ -481,7 +482,7 @@ _CALL = "a call is inlined; its operators are decided one by one"
 _COLLECTIVE = "a collective is never repeated: it costs traffic between devices"
 _EFFECT = "it has side effects and must run exactly once"
 _CUSTOM = "a custom call: what it does cannot be seen"
-_KERNEL = "it belongs in the body of a Pallas kernel"
+_KERNEL = "it belongs in the body of a kernel"
 
 # --- the table ----------------------------------------------------------------------------------
 
@@ -663,7 +664,9 @@ def _randoms() -> dict[str, OpSpec]:
 def _bodies() -> dict[str, OpSpec]:
     control = OpSpec(OpClass.CONTROL, _free, recomputable=False, reason=_CONTROL, exact=False)
     call = OpSpec(OpClass.CALL, _free, recomputable=False, reason=_CALL, exact=False)
-    return _rows("cond custom_linear_solve scan shard_map while xla_pmap", control) | _rows(
+    return _rows(
+        "cond custom_linear_solve program_order scan shard_map while xla_pmap", control
+    ) | _rows(
         """
         call checkpoint closed_call composite core_call core_closed_call custom_jvp_call
         custom_jvp_call_jaxpr custom_lin custom_transpose custom_transpose_call custom_vjp_call
@@ -685,7 +688,7 @@ def _collectives() -> dict[str, OpSpec]:
             all_gather all_gather_done all_gather_invariant all_gather_reduced
             all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start
             global_array_to_host_local_array host_local_array_to_global_array pbroadcast
-            pbroadcast_done pbroadcast_start pgather ppermute ppermute_done ppermute_start precv
+            pbroadcast_done pbroadcast_dynamic pbroadcast_start pgather ppermute ppermute_done ppermute_start precv
             psend ragged_all_to_all reshard
             """,
             moves,
@@ -699,7 +702,8 @@ def _collectives() -> dict[str, OpSpec]:
             """,
             combines,
         )
-        | _rows("axis_index preduced pvary reduced_vary_cast_p vary_unreduced_cast_p", local)
+        | _rows("axis_index preduced pvary reduced_vary_cast reduced_vary_cast_p", local)
+        | _rows("vary_unreduced_cast vary_unreduced_cast_p", local)
     )
 
 
@@ -727,7 +731,10 @@ def _metadata() -> dict[str, OpSpec]:
         platform_index shard_alike sharding_constraint stage stop_gradient tie xla_metadata_value
         """,
         identity,
-    ) | _rows("device_put layout_constraint optimization_barrier", replace(identity, fusible=False))
+    ) | _rows(
+        "device_put layout_constraint optimization_barrier relayout",
+        replace(identity, fusible=False),
+    )
 
 
 def _opaques() -> dict[str, OpSpec]:
@@ -746,21 +753,27 @@ def _opaques() -> dict[str, OpSpec]:
 _KERNEL_NAMES = """
     _copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
     async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch
-    async_store_smem async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive barrier_test
-    barrier_wait bitcast commit_group commit_smem commit_tmem copy_gmem_to_smem copy_smem_to_gmem
-    custom_fusion debug_barrier_p delay dma_start dma_wait einshape_lo elementwise_inline_asm_p
-    emit_pipeline fusible get_barrier_semaphore get_global griddepcontrol_launch_dependents
-    griddepcontrol_wait inline_mgpu_p jaxpr_call layout_cast load masked_cummax masked_cummin
-    masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
-    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma multimem_load_reduce
-    multimem_store multiple_of num_programs pack pack_dtype pack_elementwise parallel_loop
-    pipeline_body print_layout prng_join prng_random_bits prng_seed prng_split program_id
-    query_cluster_cancel remove_memory_space roll sc_fetch_and_add scan_count semaphore_read
-    semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait
-    set_max_registers_p store tcgen05_commit_arrive tcgen05_mma trace_value try_cluster_cancel
-    unique unpack unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem
-    wgmma wgmma_accumulator_deref_p wgmma_accumulator_store_p wgmma_ref wgmma_wait
-    with_memory_space_constraint
+    async_store_smem async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive
+    barrier_arrive_and_wait barrier_test barrier_wait bitcast commit_group commit_smem commit_tmem
+    conv copy_gmem_to_smem copy_smem_to_gmem custom_fusion debug_barrier debug_barrier_p delay
+    dma_start dma_wait einshape_lo elementwise_inline_asm elementwise_inline_asm_p emit_pipeline
+    fusible get_barrier_semaphore get_global griddepcontrol_launch_dependents griddepcontrol_wait
+    has_memory_space inline_mgpu inline_mgpu_p jaxpr_call layout_cast load masked_cummax
+    masked_cummin masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo
+    matmul_pop matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma
+    mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum
+    multimem_load_reduce multimem_store multiple_of num_programs pack pack_dtype pack_elementwise
+    parallel_loop pipeline_body print_layout prng_join prng_random_bits prng_seed prng_split
+    program_id query_cluster_cancel remove_memory_space roll sc_fetch_and_add scan_count
+    semaphore_read semaphore_signal semaphore_signal_multicast semaphore_signal_parallel
+    semaphore_wait set_max_registers set_max_registers_p store tcgen05_commit_arrive tcgen05_mma
+    thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start
+    thunky.call_jax thunky.call_thunky_nested thunky.collective_group thunky.collective_permute
+    thunky.cond thunky.copy thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
+    thunky.ptx_kernel thunky.reduce_scatter thunky.while trace_value try_cluster_cancel unique
+    unpack unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem wgmma
+    wgmma_accumulator_deref wgmma_accumulator_deref_p wgmma_accumulator_store
+    wgmma_accumulator_store_p wgmma_ref wgmma_wait with_memory_space_constraint
 """
 
 
@@ -788,7 +801,11 @@ TABLE: Mapping[str, OpSpec] = _disjoint(
     _metadata(),
     _opaques(),
 )
-"""Every primitive of jax 0.10 and 0.11, by name, and older spellings of the same ones."""
+"""The primitives of jax 0.10, 0.11 and 0.12, by name, and older spellings of the same ones.
+
+Left out on purpose is what `remat.classify` knows more of: `polynomial` is element-wise or a loop, as its degree
+says.
+"""
 
 # --- classification -----------------------------------------------------------------------------
 
@@ -808,7 +825,7 @@ def flops(name: str, params: Params, in_avals: Avals, out_avals: Avals) -> int:
 
     Raises:
         KeyError, IndexError, TypeError: the parameters are not those of this primitive in jax 0.10
-            or 0.11; `classify` reports that instead.
+            to 0.12; `classify` reports that instead.
     """
     spec = _specialise(name, params, in_avals, out_avals)
     return int(spec.count(params, in_avals, out_avals))

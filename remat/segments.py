@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from remat import _compat
+from remat.classify import classify_equation
 from remat.errors import PlanError
 from remat.plan import Plan, primal_name
-from remat.primitives import OpClass, classify
+from remat.primitives import OpClass
 from remat.program import Program, evaluate, program_of
 
 __all__ = ["annotate_program", "differentiable_flags"]
@@ -107,9 +108,7 @@ def _outside(equation: Any) -> bool:
     eqn = equation.source
     if _compat.scan_parts(eqn) is not None:
         return True
-    in_avals = [getattr(v, "aval", None) for v in eqn.invars]
-    out_avals = [v.aval for v in eqn.outvars]
-    cost = classify(eqn.primitive.name, eqn.params, in_avals, out_avals, effects=eqn.effects)
+    cost = classify_equation(eqn)
     return not cost.recomputable and cost.op_class is not OpClass.CALL
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from remat import _compat
+from remat.classify import classify_equation
 from remat.errors import TraceError
 from remat.graph import Graph, Op, Value
-from remat.primitives import OpClass, OpCost, aval_bytes, classify
+from remat.primitives import OpClass, OpCost, aval_bytes
 from remat.program import (
     LOOP_SCOPE,
     PRIMAL_TAG,
@@ -296,16 +297,14 @@ def _value_of(
 
 def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
     eqn = equation.source
-    in_avals = [getattr(var, "aval", None) for var in eqn.invars]
-    out_avals = [var.aval for var in eqn.outvars]
-    cost = _cost_of(eqn, in_avals, out_avals)
+    cost = classify_equation(eqn)
     scope = _compat.scope_of(eqn)
     loop = _LOOP.findall(scope) if eqn.primitive.name == "scan" else []
     site = equation.site
-    flops, moved = _room_cost(eqn, in_avals, out_avals, cost)
+    flops, moved = _room_cost(eqn, cost)
     return Op(
         id=index,
-        name=eqn.primitive.name,
+        name=_compat.name_of(eqn),
         inputs=equation.reads,
         outputs=equation.outputs,
         flops=flops,
@@ -325,10 +324,6 @@ def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
         padded=_is_padded(eqn),
         swapped=_is_swapped(eqn),
     )
-
-
-def _cost_of(eqn: Any, in_avals: Sequence[Any], out_avals: Sequence[Any]) -> OpCost:
-    return classify(eqn.primitive.name, eqn.params, in_avals, out_avals, effects=eqn.effects)
 
 
 def _is_batched(eqn: Any) -> bool:
@@ -377,10 +372,9 @@ def _is_swapped(eqn: Any) -> bool:
     return math.prod(window) > math.prod(made)
 
 
-def _room_cost(
-    eqn: Any, in_avals: Sequence[Any], out_avals: Sequence[Any], cost: OpCost
-) -> tuple[int, int]:
+def _room_cost(eqn: Any, cost: OpCost) -> tuple[int, int]:
     """Flops and bytes of an equation; those of a loop or a call are the sum over its body."""
+    in_avals, out_avals = _compat.avals_of(eqn)
     moved = sum(map(aval_bytes, in_avals)) + sum(map(aval_bytes, out_avals))
     bodies = [_compat.open_jaxpr(body)[0] for body in _compat.sub_jaxprs(eqn)]
     if cost.op_class not in (OpClass.CONTROL, OpClass.CALL) or not bodies:
@@ -395,8 +389,6 @@ def _room_cost(
 def _jaxpr_cost(jaxpr: Any) -> tuple[int, int]:
     flops = moved = 0
     for eqn in jaxpr.eqns:
-        in_avals = [var.aval for var in eqn.invars]
-        out_avals = [var.aval for var in eqn.outvars]
-        part = _room_cost(eqn, in_avals, out_avals, _cost_of(eqn, in_avals, out_avals))
+        part = _room_cost(eqn, classify_equation(eqn))
         flops, moved = flops + part[0], moved + part[1]
     return flops, moved
