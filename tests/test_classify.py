@@ -239,7 +239,7 @@ def test_a_network_of_unknown_primitives_is_planned_as_one_of_known_ones(policy:
 
 
 def test_min_cut_and_full_keep_the_same_bytes_on_every_jax() -> None:
-    """In jax 0.11 the derivative of tanh became a primitive of its own; a plan must not notice."""
+    """in jax 0.11.2 the derivative of tanh became a primitive of its own; a plan must not notice."""
 
     def loss(weights: Any, x: Any) -> Any:
         def body(x: Any, w: Any) -> Any:

@@ -1,0 +1,9 @@
+"""What differs between the releases of jax, each with the release that brought it."""
+
+from __future__ import annotations
+
+import jax
+
+# The derivative of tanh is one operator of its result, `one_minus_square`. Before, it was `1 - y` and products of
+# this and of `y` with the cotangent, so that differentiation kept two arrays.
+TANH_KEEPS_ONE_ARRAY = jax.__version_info__ >= (0, 11, 2)
