@@ -26,6 +26,7 @@ __all__ = [
     "call_body",
     "called_function_name",
     "checkpoint_name_of",
+    "comparison_like",
     "cotangent_of",
     "cuda_data_dir",
     "evaluate_equation",
@@ -401,6 +402,12 @@ def evaluate_equation(
     with at_site(eqn, site), eqn.ctx.manager:
         out = eqn.primitive.bind(*extra, *inputs, **bind_params)
     return out if eqn.primitive.multiple_results else (out,)
+
+
+def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn:
+    """Returns the equation of another comparison, `ge` or `le`, in the place of one, with other operands."""
+    primitive = {"ge": jax.lax.ge_p, "le": jax.lax.le_p}[name]
+    return eqn.replace(primitive=primitive, invars=list(invars))
 
 
 def scope_of(eqn: JaxprEqn) -> str:

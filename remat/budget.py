@@ -294,7 +294,8 @@ class _Body(SteadyPlanner):
         if self.graph is None:
             return False
         alone = (op for op in self.graph.forward_ops() if op.loop is None)
-        return all(op.recomputable for op in alone) and all(
+        # Repeated as a whole, an iteration decides anew for all that it makes anew.
+        return all(op.recomputable or op.decision for op in alone) and all(
             body._may_repeat() for body in self.inner.values() if body.graph is not None
         )
 

@@ -86,6 +86,8 @@ class Op:
         random: draws random bits.
         effectful: has side effects, must run exactly once.
         recomputable: may run again in the backward pass.
+        decision: may not, for the one reason that its result turns on the last bit of what it reads; see
+            `remat.decisions`. It is an ordinary operator otherwise.
         reason: why it may not, empty if it may.
         kind: class of the primitive (`POINTWISE`, `VIEW`, ...), `OPAQUE` when unknown.
         scope: the named scope (`Block_0/attention`), as traced.
@@ -109,6 +111,7 @@ class Op:
     random: bool = False
     effectful: bool = False
     recomputable: bool = True
+    decision: bool = False
     reason: str = ""
     kind: str = "POINTWISE"
     scope: str = ""

@@ -748,7 +748,7 @@ class _Builder:
         It does not tell parameters and literals. Operators from one line of the user's code with results of one
         type are taken to have the same, unless they pick parts of an array, several of which one line may.
         """
-        if len(op.outputs) != 1 or op.effectful or not op.recomputable:
+        if len(op.outputs) != 1 or op.effectful or not (op.recomputable or op.decision):
             return op.id
         result = self.graph.values[op.outputs[0]]
         if op.name in _DETERMINED and len(op.inputs) == 1:

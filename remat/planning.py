@@ -161,6 +161,8 @@ def _why(graph: Graph, value: int) -> str:
     op = graph.ops[producer]
     if op.loop is not None:
         return f"kept by the plan of {op.loop}, once per iteration"
+    if op.decision:
+        return op.reason
     if not op.recomputable:
         return f"{op.name} may not run again: {op.reason}" if op.reason else "may not run again"
     if op.heavy:
@@ -201,6 +203,6 @@ def _opaque(graph: Graph) -> tuple[str, ...]:
         f"{op.name} ({op.phase}): {op.reason or 'not looked into'}"
         + (f", from {op.source}" if op.source else "")
         for op in graph.ops
-        if not op.recomputable and op.loop is None
+        if not op.recomputable and not op.decision and op.loop is None
     )
     return tuple(line if n == 1 else f"{line} (x{n})" for line, n in lines.items())

@@ -25,6 +25,7 @@ __all__ = [
     "lift_tracers",
     "program_of",
     "split_undifferentiated",
+    "without_dead_code",
 ]
 
 PRIMAL_TAG = "remat:primal:"
@@ -182,6 +183,11 @@ def program_of(
         outputs=tuple(outputs),
         tags=flat.tags,
     )
+
+
+def without_dead_code(program: Program) -> Program:
+    """Returns the program without equations that no result and no side effect needs."""
+    return replace(program, equations=_live_equations(program.equations, program.outputs))
 
 
 def _live_equations(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:

@@ -29,6 +29,8 @@ Interval = tuple[int, int]
 
 _CONSTANT_ELEMENTS = 2**16  # larger constants are not read
 _INTEGER_POWER = 64
+# Primitives whose body does what their name says.
+_NAMED_BODIES = frozenset({"scatter-max", "scatter-min"})
 
 
 def integer_ranges(program: Program) -> dict[int, Interval]:
@@ -52,6 +54,9 @@ def integer_ranges(program: Program) -> dict[int, Interval]:
         avals = [program.avals[value] for value in equation.outputs]
         if not any(_dtype_range(aval) for aval in avals):
             continue
+        name = equation.source.primitive.name
+        if name not in _NAMED_BODIES and _compat.sub_jaxprs(equation.source):
+            continue  # what a body does is not in the name
         site = _Site(
             params=equation.source.params,
             operands=tuple(
@@ -66,7 +71,7 @@ def integer_ranges(program: Program) -> dict[int, Interval]:
                 for atom in equation.inputs
             ),
         )
-        intervals = _transfer(equation.source.primitive.name, site)
+        intervals = _transfer(name, site)
         for value, aval, interval in zip(equation.outputs, avals, intervals, strict=True):
             proven = _recorded(aval, interval)
             if proven is not None:
@@ -431,8 +436,9 @@ def _pooled(site: _Site) -> Interval | None:
 
 
 def _gather(site: _Site) -> Interval | None:
-    if "FILL_OR_DROP" not in str(site.params["mode"]):
-        return site.ranges[0]
+    mode = _mode(site)
+    if mode != "FILL_OR_DROP":
+        return site.ranges[0] if mode in ("CLIP", "PROMISE_IN_BOUNDS") else None
     fill = site.params["fill_value"]
     if fill is None:
         # jax's default: the smallest of a signed dtype, the largest of an unsigned one, True.
@@ -442,7 +448,14 @@ def _gather(site: _Site) -> Interval | None:
 
 
 def _scattered(site: _Site) -> Interval | None:
-    return _union(site.ranges[0], site.ranges[2])
+    # What lies outside is clipped or dropped: either way every element is an operand's or an update's.
+    known = _mode(site) in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
+    return _union(site.ranges[0], site.ranges[2]) if known else None
+
+
+def _mode(site: _Site) -> str:
+    """How an indexed operator treats what lies outside, by name."""
+    return str(getattr(site.params["mode"], "name", site.params["mode"]))
 
 
 _SHAPED: Mapping[str, Callable[[_Site], Interval | None]] = MappingProxyType(

@@ -17,6 +17,7 @@ import jax
 
 from remat import _compat
 from remat.classify import classify_equation
+from remat.decisions import compare_operands, with_decisions
 from remat.errors import TraceError
 from remat.graph import Graph, Op, Value
 from remat.primitives import OpClass, OpCost, aval_bytes
@@ -30,6 +31,7 @@ from remat.program import (
     evaluate,
     is_inexact,
     program_of,
+    without_dead_code,
 )
 from remat.ranges import integer_ranges
 
@@ -170,6 +172,8 @@ def trace_joint(
     cotangents = [_compat.cotangent_of(primal.output_avals[i]) for i in with_cotangent]
     closed = jax.make_jaxpr(joint)(list(args), cotangents)
     program = program_of(closed, inline_checkpoints=False, inline_custom=True)
+    if not name_values:  # jax differentiates again what a policy of jax keeps
+        program = without_dead_code(compare_operands(program))
     num_outputs = len(primal.outputs)
     return Joint(
         program=program,
@@ -241,7 +245,7 @@ def _graph_of(
             room = _workspace_bytes(equation.source, op.swapped, is_reversed)
             op = replace(op, workspace_bytes=room)
         ops.append(op)
-    return Graph(
+    graph = Graph(
         values=tuple(
             _value_of(
                 program,
@@ -260,6 +264,7 @@ def _graph_of(
         constants=tuple(program.constants),
         multiplicity=multiplicity,
     )
+    return with_decisions(program, graph, named_only=primal_only)
 
 
 def _chosen(ops: Sequence[Op], producer: int | None) -> bool:

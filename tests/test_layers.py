@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_compat", "interrupt", "primitives", "pooling"),
     ("devices", "graph", "hlo", "target", "program", "stablehlo"),
     ("classify",),
-    ("forms", "ranges", "toolchain"),
+    ("forms", "ranges", "decisions", "toolchain"),
     ("plan", "cost", "hlo_flops", "trip_count", "encode"),
     ("schedule", "simulate", "memory", "report", "kernels", "planner"),
     ("opaque",),

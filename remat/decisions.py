@@ -1,0 +1,367 @@
+"""Which operators must run only once because their result turns on the last bit of what they read.
+
+A compiler rounds differently in another kernel: a value that the backward pass makes again equals the forward
+pass's up to rounding, not bit for bit. Nearly everything a gradient reads is continuous in such a value, so the
+gradient moves by rounding too. *Decisions* are not: comparisons of floats, orders and indices (`sort`, `argmax`,
+`top_k`), roundings to integers, factorisations with pivots or signs. jax's gradient of a maximum is the mask
+`x == max(x)`; if `max(x)` was kept and `x` is made again, the mask is false and the gradient is lost.
+
+What every plan keeps to:
+
+* **Orders, indices, integer roundings and factorisations are made once.** The backward pass reads what the forward
+  pass decided. They may run again only where that gives the same bits: on arguments, and on what exact
+  operators (data movement, selection, comparison, integer arithmetic) make of them.
+* **A comparison on its own boundary is made once**: of two values that were computed from a common one
+  (`x == max(x)`, `x >= top_k(x)[k]`, `x[:, None] > x[None, :]`), or of a number with a difference or quotient of
+  such values (`x - max(x) >= 0`). Its operands can be equal by construction, and then a mixture of a kept and a
+  repeated instance is wrong for every input, not only next to a boundary.
+* Any other comparison, a threshold such as `x > 0`, is a function of one instance of `x`. It may run again with
+  that instance, as it does under `jax.checkpoint`.
+
+What is made once has `Op.recomputable` False and `Op.decision` True: cut, planners, schedules and lowering treat it
+like any operator that may not run again, and the simulator rejects a schedule that repeats it.
+
+jax's masks for the larger or smaller of two values, `x == max(x, y)`, are replaced by what they say, `x >= y`: the
+same bits, NaNs included, and with a number for `y` an ordinary threshold (clip, relu6, a variance held at zero).
+
+"Computed from a common one" is followed through element-wise operators, selection and movement. Matrix products and
+sums over several elements end it: their results equal no element of what they read.
+
+A policy of jax (`lowering="policy"`) can only name values of the undifferentiated program, not a mask that is born
+in differentiation. There decisions are repeated, as under `jax.checkpoint`, and it is the values between a
+comparison and what its operands have in common that may not be kept: all of them are made again, from one instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from remat import _compat
+from remat.graph import Graph, Op, Value
+from remat.program import Atom, Equation, Program, is_inexact
+
+__all__ = ["compare_operands", "with_decisions"]
+
+_REASON = "it decides by the last bit of what it reads, and is made once"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Results jump between integers, orders, pivots, signs of eigenvectors, draws of a rejection sampler.
+_JUMPS = _names(
+    """
+    approx_top_k argmax argmin bitcast_convert_type ceil eig eigh floor geqp3 geqrf hessenberg lu
+    qr random_gamma rem round schur sort svd top_k tridiagonal
+    """
+)
+_COMPARISONS = _names("eq eq_to ge gt le le_to lt lt_to ne")
+# Results jump where elements of one operand cross each other.
+_TIES = _names("select_and_gather_add select_and_scatter select_and_scatter_add")
+_THRESHOLDS = _COMPARISONS | _TIES | {"is_finite", "sign"}
+# What `x == op(x, y)` says of x and y.
+_EXTREMA = {"max": "ge", "min": "le"}
+# The same bits from the same operands in whatever kernel.
+_EXACT = _COMPARISONS | _names(
+    """
+    abs argmax argmin bitcast_convert_type broadcast broadcast_in_dim ceil clamp concatenate copy
+    copy_p copysign cummax cummin dynamic_slice dynamic_update_slice expand_dims floor gather imag
+    iota is_finite max min neg optimization_barrier pad pcast pvary real reduce_max reduce_min
+    reduce_window_max reduce_window_min rem reshape rev round scatter-max scatter-min select_n
+    sharding_constraint sign slice sort split squeeze stack stop_gradient tile top_k transpose
+    unstack
+    """
+)
+# Their results have elements of several operands side by side.
+_PATCHES = _names("clamp concatenate dynamic_update_slice max min pad select_n")
+_SUMS = frozenset({"reduce_prod", "reduce_sum"})
+_WIDER = {
+    "float16": ("float16", "float32", "float64"),
+    "bfloat16": ("bfloat16", "float32", "float64"),
+    "float32": ("float32", "float64"),
+    "float64": ("float64",),
+    "complex64": ("complex64", "complex128"),
+    "complex128": ("complex128",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a value was computed from. Sets of values are bit masks.
+
+    Attributes:
+        bases: the values it depends on, without a sum over several elements in between; itself included.
+        equal: those that two operands of a difference or quotient on the way had in common.
+        patched: those that several parts of an array that was put together have in common.
+        exact: whether every run gives the same bits.
+    """
+
+    bases: int = 0
+    equal: int = 0
+    patched: int = 0
+    exact: bool = True
+
+
+_ONE_INSTANCE = _Origin()
+
+
+def compare_operands(program: Program) -> Program:
+    """Returns the program with `x == max(x, y)` as `x >= y` and `x == min(x, y)` as `x <= y`, for floats."""
+    extrema: dict[int, Equation] = {}
+    equations: list[Equation] = []
+    for equation in program.equations:
+        name = equation.source.primitive.name
+        if name in _EXTREMA and _is_float(equation.source.outvars[0].aval.dtype):
+            extrema[equation.outputs[0]] = equation
+        elif name == "eq":
+            equation = (
+                _direct(equation, extrema) or _direct(_swapped(equation), extrema) or equation
+            )
+        equations.append(equation)
+    return replace(program, equations=tuple(equations))
+
+
+def _swapped(equation: Equation) -> Equation:
+    first, second = equation.inputs
+    return replace(equation, inputs=(second, first))
+
+
+def _direct(equation: Equation, extrema: Mapping[int, Equation]) -> Equation | None:
+    """What `x == op(x, y)` says, or None if the second operand is no such result."""
+    own, result = equation.inputs
+    extreme = extrema.get(result) if isinstance(result, int) else None
+    if extreme is None:
+        return None
+    for (x, y), places in ((extreme.inputs, (0, 1)), (extreme.inputs[::-1], (1, 0))):
+        if _is_same(own, x):
+            source = _compat.comparison_like(
+                equation.source,
+                _EXTREMA[extreme.source.primitive.name],
+                [extreme.source.invars[place] for place in places],
+            )
+            return replace(equation, source=source, inputs=(x, y))
+    return None
+
+
+def _is_same(one: Atom, other: Atom) -> bool:
+    if isinstance(one, int) or isinstance(other, int):
+        return one == other
+    return bool(np.array_equal(one.value, other.value))
+
+
+def with_decisions(program: Program, graph: Graph, *, named_only: bool = False) -> Graph:
+    """Returns the graph with what decides marked, so that no plan repeats it; see the module docstring.
+
+    Args:
+        program: a joint program.
+        graph: its graph; operator `i` is equation `i`.
+        named_only: the plan is for a policy of jax, which can only keep values of the undifferentiated program:
+            instead of operators, values that may not be kept are marked.
+    """
+    search = _Search(program, graph)
+    search.run(keeps=not named_only)
+    if named_only:
+        values = tuple(map(search.without_between, graph.values))
+        return replace(graph, values=values)
+    once = search.once
+    ops = tuple(
+        replace(op, recomputable=False, decision=True, reason=_REASON) if op.id in once else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops)
+
+
+class _Search:
+    """One walk over a joint program in its order."""
+
+    def __init__(self, program: Program, graph: Graph) -> None:
+        self.program = program
+        self.graph = graph
+        self.origins: dict[int, _Origin] = {}
+        self.own: dict[int, int] = {}
+        self.once: set[int] = set()
+        self.joined = 0  # what the operands of comparisons have in common
+
+    def run(self, *, keeps: bool) -> None:
+        """Finds what decides; with `keeps` a decision's result counts as one instance from there on."""
+        needed = _needed_backward(self.graph)
+        for value in (*self.graph.inputs, *self.graph.constants):
+            self.origins[value] = self._with_itself(value, _ONE_INSTANCE)
+        for op, equation in zip(self.graph.ops, self.program.equations, strict=True):
+            if op.phase == "backward":
+                self._read_backward(op, equation)
+                continue
+            decides = op.recomputable and needed[op.id] and self._decides(op, equation)
+            if decides and keeps:
+                self.once.add(op.id)
+            if not op.recomputable or op.id in self.once:
+                self.origins.update(dict.fromkeys(op.outputs, _ONE_INSTANCE))
+            else:
+                self._derive(op, equation)
+
+    def without_between(self, value: Value) -> Value:
+        """Returns a value as not savable if it lies between a comparison and what its operands share."""
+        origin = self.origins.get(value.id)
+        if value.producer is None or origin is None:
+            return value
+        between = origin.bases & self.joined & ~self.own.get(value.id, 0)
+        return replace(value, savable=False) if between else value
+
+    # --- decisions ---------------------------------------------------------------------------------
+
+    def _decides(self, op: Op, equation: Equation) -> bool:
+        reads, makes = self._dtypes(equation)
+        operands = self._operands(op.inputs)
+        if not any(map(_is_float, reads)) or all(origin.exact for origin in operands):
+            return False
+        if _jumps(op.name, reads, makes) or _decides_inside(equation):
+            return True
+        to_bool = op.name == "convert_element_type" and makes[0] == jnp.bool_
+        if not (to_bool or op.name in _THRESHOLDS):
+            return False
+        joined = self._joined(op, operands)
+        self.joined |= joined
+        return bool(joined)
+
+    def _joined(self, op: Op, operands: Iterable[_Origin]) -> int:
+        """What makes a comparison one on its own boundary; 0 if it is none."""
+        joined = _common(operands) if op.name in _COMPARISONS else 0
+        for origin in operands:
+            joined |= origin.equal | (origin.patched if op.name in _TIES else 0)
+        return joined
+
+    def _read_backward(self, op: Op, equation: Equation) -> None:
+        """What reads a cotangent runs once, but it may decide by values that the backward pass makes again."""
+        ties = op.name in _TIES
+        if not (ties or op.name in _THRESHOLDS or op.name in _JUMPS or _decides_inside(equation)):
+            return
+        read = [v for v in dict.fromkeys(op.inputs) if v in self.origins]
+        operands = self._operands(read)
+        joined = 0 if ties else _common(operands)
+        for origin in operands:
+            joined |= origin.equal | (origin.patched if ties else 0)
+        self.joined |= joined
+        for value, origin in zip(read, operands, strict=True):
+            producer = self.graph.values[value].producer
+            if origin.bases & joined and not origin.exact and producer is not None:
+                self.once.add(producer)
+
+    # --- origins -----------------------------------------------------------------------------------
+
+    def _operands(self, values: Iterable[int]) -> list[_Origin]:
+        return [self.origins.get(v, _ONE_INSTANCE) for v in dict.fromkeys(values)]
+
+    def _derive(self, op: Op, equation: Equation) -> None:
+        operands = self._operands(op.inputs)
+        exact_operands = all(origin.exact for origin in operands)
+        if self._ends(op, equation):
+            origin = _Origin(exact=exact_operands)
+        else:
+            origin = _Origin(exact=exact_operands)
+            for part in operands:
+                origin = replace(
+                    origin,
+                    bases=origin.bases | part.bases,
+                    equal=origin.equal | part.equal,
+                    patched=origin.patched | part.patched,
+                )
+            shared = 0 if exact_operands else _common(operands)
+            if op.name in ("div", "dot_general", "sub"):
+                origin = replace(origin, equal=origin.equal | shared)
+            elif op.name in _PATCHES:
+                origin = replace(origin, patched=origin.patched | shared)
+        is_exact = self._is_exact(op, equation)
+        for value in op.outputs:
+            made = origin if is_exact else replace(origin, exact=False)
+            self.origins[value] = made if is_exact else self._with_itself(value, made)
+
+    def _with_itself(self, value: int, origin: _Origin) -> _Origin:
+        bit = self.own[value] = 1 << len(self.own)
+        return replace(origin, bases=origin.bases | bit)
+
+    def _ends(self, op: Op, equation: Equation) -> bool:
+        """Whether the result's elements are sums or products of several elements."""
+        if op.name in _EXACT or op.name.startswith("scatter"):
+            return False
+        if op.name == "dot_general":
+            (contracted, _), _ = equation.source.params["dimension_numbers"]
+            return any(equation.source.invars[0].aval.shape[axis] > 1 for axis in contracted)
+        if op.name in _SUMS:
+            shape = equation.source.invars[0].aval.shape
+            return any(shape[axis] > 1 for axis in equation.source.params["axes"])
+        return op.kind in ("HEAVY", "REDUCTION") or op.name.startswith("reduce_window")
+
+    def _is_exact(self, op: Op, equation: Equation) -> bool:
+        reads, makes = self._dtypes(equation)
+        if not any(map(_is_float, (*reads, *makes))):
+            return True
+        if op.name == "convert_element_type":
+            # From an integer: rounded to nearest, whoever does it. To fewer bits: XLA may leave it out.
+            narrows = any(map(_is_float, reads)) and _is_float(makes[0])
+            return not narrows or str(makes[0]) in _WIDER.get(str(reads[0]), ())
+        if op.name == "scatter":
+            # Of several updates of one element any may win.
+            return bool(equation.source.params.get("unique_indices"))
+        return op.name in _EXACT
+
+    def _dtypes(self, equation: Equation) -> tuple[list[Any], list[Any]]:
+        """Dtypes of the operands that are values, and of the results."""
+        avals = self.program.avals
+        return (
+            [getattr(avals[v], "dtype", None) for v in equation.reads],
+            [getattr(avals[v], "dtype", None) for v in equation.outputs],
+        )
+
+
+def _common(operands: Iterable[_Origin]) -> int:
+    """The bases that any two of some values have in common."""
+    seen = common = 0
+    for origin in operands:
+        common |= seen & origin.bases
+        seen |= origin.bases
+    return common
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _jumps(name: str, reads: list[Any], makes: list[Any]) -> bool:
+    """Whether an operator that reads floats gives results between which there is nothing."""
+    if name == "sort":
+        return len(reads) > 1
+    if name == "convert_element_type":
+        return not _is_float(makes[0]) and makes[0] != jnp.bool_
+    return name in _JUMPS
+
+
+def _decides_inside(equation: Equation) -> bool:
+    """Whether the body of a loop, a branch, a call or an update compares or orders floats."""
+    return any(_body_decides(body) for body in _compat.sub_jaxprs(equation.source))
+
+
+def _body_decides(body: Any) -> bool:
+    for eqn in _compat.open_jaxpr(body)[0].eqns:
+        reads_float = any(is_inexact(getattr(var, "aval", None)) for var in eqn.invars)
+        if reads_float and eqn.primitive.name in _THRESHOLDS | _JUMPS:
+            return True
+        if any(map(_body_decides, _compat.sub_jaxprs(eqn))):
+            return True
+    return False
+
+
+def _needed_backward(graph: Graph) -> list[bool]:
+    """For every operator whether the backward pass needs its results, were nothing else kept."""
+    wanted = set(graph.backward_reads)
+    needed = [False] * len(graph.ops)
+    for op in reversed(graph.ops):
+        if op.phase == "forward" and wanted.intersection(op.outputs):
+            needed[op.id] = True
+            wanted.update(op.inputs)
+    return needed
