@@ -32,6 +32,7 @@ __all__ = [
     "evaluate_equation",
     "has_ordered_effects",
     "in_loop_body",
+    "is_forward_only",
     "is_literal",
     "is_tracer",
     "jax_checkpoint",
@@ -408,6 +409,11 @@ def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn
     """Returns the equation of another comparison, `ge` or `le`, in the place of one, with other operands."""
     primitive = {"ge": jax.lax.ge_p, "le": jax.lax.le_p}[name]
     return eqn.replace(primitive=primitive, invars=list(invars))
+
+
+def is_forward_only(error: ValueError) -> bool:
+    """Whether jax says of a function that it has no reverse mode (an unbounded loop), only a forward one."""
+    return "Reverse-mode differentiation does not work" in str(error)
 
 
 def scope_of(eqn: JaxprEqn) -> str:

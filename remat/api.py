@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
 from remat.errors import PolicyError, TraceError
@@ -20,7 +21,7 @@ from remat.interrupt import Progress, planning
 from remat.lower import Planner, StagedFunction
 from remat.override import active_attempt
 from remat.plan import Plan
-from remat.program import lift_tracers
+from remat.program import evaluate, lift_tracers
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
 from remat.segments import annotate_program, differentiable_flags
 from remat.trace import check_differentiable, trace_primal
@@ -106,13 +107,47 @@ class _Traced:
         outs = function.combined(inputs, self._by_policy) if self.by_policy else function(*inputs)
         return jax.tree.unflatten(self.tree, outs)
 
-    def _by_policy(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    @functools.cached_property
+    def _by_policy(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """The program under a policy of jax."""
         program, planner = self.function.primal, self.function.planner
         if isinstance(planner, PlanPlanner):
-            plan = planner.made  # which arguments are differentiated does not matter here
-        else:
+            # Which arguments are differentiated does not matter: the names are there in any case.
+            return functools.partial(self._annotated, planner.made)
+
+        # Planned only when it is differentiated, in whichever mode.
+        @jax.custom_jvp
+        def call(*inputs: Any) -> list[Any]:
+            return evaluate(program, inputs)
+
+        @functools.partial(call.defjvp, symbolic_zeros=True)
+        def derivative(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+            active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+            run = self._planned(inputs)
+
+            def of_active(*values: Any) -> list[Any]:
+                full = list(inputs)
+                for index, value in zip(active, values, strict=True):
+                    full[index] = value
+                return list(run(full))
+
+            return jax.jvp(of_active, [inputs[i] for i in active], [tangents[i] for i in active])
+
+        return lambda inputs: call(*inputs)
+
+    def _planned(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        program = self.function.primal
+        try:
             plan = self.function.staged(inputs, differentiable_flags(program)).plan
-        return annotate_program(program, plan, inputs, prevent_cse=self.function.barriers)
+        except ValueError as error:
+            if not _compat.is_forward_only(error):
+                raise
+            return functools.partial(evaluate, program)  # nothing is kept for a backward pass
+        return functools.partial(self._annotated, plan)
+
+    def _annotated(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
+        function = self.function
+        return annotate_program(function.primal, plan, inputs, prevent_cse=function.barriers)
 
 
 class _Wrapped:

@@ -296,7 +296,9 @@ def split_undifferentiated(program: Program) -> tuple[Program, Program]:
     """Splits off the results that no differentiable input can influence.
 
     They need no plan, and a `jax.custom_vjp` would hide from other transforms what they depend on: Flax's
-    `nn.scan`, for one, requires that freshly initialised parameters do not depend on the loop.
+    `nn.scan`, for one, requires that freshly initialised parameters do not depend on the loop. Where none of the
+    others is differentiable (a search that reads floats and returns indices), nothing has a gradient, and the whole
+    program is split off.
 
     Returns:
         The program with the other results only, and the program of the results split off. Both take all
@@ -312,10 +314,11 @@ def split_undifferentiated(program: Program) -> tuple[Program, Program]:
     aside = tuple(a for a in program.outputs if isinstance(a, Literal) or a in through)
     rest = tuple(a for a in program.outputs if a not in set(aside))
     nothing = replace(program, equations=(), outputs=())
+    differentiable = any(isinstance(a, int) and is_inexact(program.avals[a]) for a in rest)
+    if not differentiable:
+        return nothing, program
     if not aside:
         return program, nothing
-    if not rest:
-        return nothing, program
     return (
         replace(program, equations=_live_equations(program.equations, rest), outputs=rest),
         replace(
