@@ -38,6 +38,7 @@ import importlib.util
 import math
 import time
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -45,6 +46,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from remat.errors import RematWarning
 from remat.interrupt import Keyboard
 from remat.policies import _search_kernel as plain
 from remat.policies.problem import Ints, Problem, replay
@@ -54,6 +56,10 @@ __all__ = ["Ended", "Found", "SearchState", "is_compilable", "renumbered", "sear
 #: Why a search ended: nothing is cheaper than no repetition, a limit, `stop`, or Ctrl-C.
 Ended = Literal["optimal", "seconds", "proposals", "stopped", "interrupted"]
 
+_NOT_COMPILED = (
+    "numba is not installed, so planning within a budget runs in Python: 50 to 100 times slower, and stopped "
+    "by the clock, so that plans differ between runs. pip install numba, or use a Python that numba is made for."
+)
 # Share of the effort, and the temperature to begin with, of every round.
 _ROUNDS = ((0.4, 1.0), (0.3, 0.3), (0.3, 0.1))
 # Temperatures in mean costs of a repeatable node.
@@ -153,6 +159,9 @@ def search(
     Raises:
         ValueError: a negative limit, an invalid `start`, or `reorder` with a turn.
         ModuleNotFoundError: `compiled=True` without numba.
+
+    Warns:
+        RematWarning: `compiled=None` without numba.
     """
     if budget_bytes < 0:
         raise ValueError(f"budget_bytes={budget_bytes}: expected a number of bytes of at least 0")
@@ -169,6 +178,8 @@ def search(
         )
     if compiled is None:
         compiled = is_compilable()
+        if not compiled:
+            warnings.warn(_NOT_COMPILED, RematWarning, stacklevel=2)
     compile_seconds = 0.0
     first = problem.first_runs if start is None else np.asarray(start, np.int64)
     begun = time.perf_counter()

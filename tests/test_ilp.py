@@ -20,7 +20,7 @@ import remat.policies._within as within_module
 import remat.policies.checkmate as checkmate_module
 import remat.policies.ilp as ilp_module
 from models import gpt, mlp
-from remat.errors import BudgetError, PolicyError
+from remat.errors import BudgetError, PolicyError, RematWarning
 from remat.graph import Graph
 from remat.policies import Auto, Checkmate, Ilp, MinCut, Policy, Revolve, Sublinear
 from remat.policies._milp import solve_restricted
@@ -264,7 +264,8 @@ def test_without_numba_the_clock_stops_the_search_and_the_plan_says_so(
     for module in (ilp_module, within_module):
         monkeypatch.setattr(module, "is_compilable", lambda: False)
     graph = graph_of_the_network()
-    found = within(Ilp(method="search", seconds=0.2), graph, 0.75)
+    with pytest.warns(RematWarning, match=r"numba is not installed.* 50 to 100 times slower"):
+        found = within(Ilp(method="search", seconds=0.2), graph, 0.75)
     assert found is not None
     assert any("pip install numba" in note for note in found.notes)
     assert found.certificate is not None and found.certificate.bound <= found.certificate.value
