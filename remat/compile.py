@@ -31,7 +31,7 @@ from remat.devices import Device, device_of_kind, get_device
 from remat.errors import CompileError
 from remat.hlo import Module, parse_module
 from remat.kernels import Kernel, find_kernels
-from remat.toolchain import Plugin, find_plugin, how_to_install, missing_tools
+from remat.toolchain import Missing, Plugin, find_plugin, how_to_install, missing_tools
 
 __all__ = ["CPU_COMPILER_OPTIONS", "CompileReport", "Kernel", "compile_report", "compiler_options"]
 
@@ -109,7 +109,8 @@ def compile_report(
         The report. Its `unknown` says what its numbers leave out.
 
     Raises:
-        CompileError: the device is not known, its compiler is not installed, or the compiler fails.
+        CompileError: the device is not known, its compiler is not installed or lacks its tools, or the
+            compiler fails.
     """
     target = _target(device, (compiler_options or {}).get(_DATA_DIR_OPTION))
     options = _merged_options(target.platform, compiler_options, keep_barriers)
@@ -199,19 +200,22 @@ def _check_tools(device: Device, plugin: Plugin, data_dir: str | None) -> None:
     failure = _failure_in_another_process(device, data_dir, missing)
     if failure is not None:
         raise CompileError(
-            f"Compiling for {device.name!r}: XLA's GPU compiler does not find {missing}. It was tried "
-            f"in another process: {failure}. {how_to_install(plugin.cuda)}"
+            f"Compiling for {device.name!r}: XLA's GPU compiler lacks {missing.tools}. "
+            f"{how_to_install(plugin.cuda)} Looked for in {missing.places}. XLA was tried in another "
+            f"process: {failure}."
         )
 
 
 @functools.cache
-def _failure_in_another_process(device: Device, data_dir: str | None, missing: str) -> str | None:
+def _failure_in_another_process(
+    device: Device, data_dir: str | None, missing: Missing
+) -> str | None:
     """Compiles a sample where a crash hurts nobody; returns what went wrong, None if nothing did.
 
     Args:
         device: a GPU.
         data_dir: as for `_check_tools`.
-        missing: what was not found; part of what is remembered, so that a change is tried again.
+        missing: what was not found; only there so that another lack is tried again.
     """
     if not sys.executable:
         return "there is no Python interpreter to try it with"

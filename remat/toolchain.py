@@ -22,7 +22,14 @@ from pathlib import Path
 from remat.devices import Device
 from remat.errors import CompileError
 
-__all__ = ["Plugin", "data_dir_of_flags", "find_plugin", "how_to_install", "missing_tools"]
+__all__ = [
+    "Missing",
+    "Plugin",
+    "data_dir_of_flags",
+    "find_plugin",
+    "how_to_install",
+    "missing_tools",
+]
 
 _DEFAULT_DATA_DIR = "./cuda_sdk_lib"
 _SYSTEM_ROOTS = ("/usr/local/cuda", "/opt/cuda")
@@ -81,6 +88,19 @@ class Plugin:
                 )
 
 
+@dataclass(frozen=True)
+class Missing:
+    """Tools of XLA's GPU compiler that were not found.
+
+    Attributes:
+        tools: what they are, in words.
+        places: where they were looked for, in words.
+    """
+
+    tools: str
+    places: str
+
+
 def find_plugin() -> Plugin | None:
     """The CUDA plugin that jax would use, the newest CUDA first; None if there is none."""
     parent = importlib.util.find_spec("jax_plugins")
@@ -103,8 +123,8 @@ def how_to_install(cuda: str = "13") -> str:
     )
 
 
-def missing_tools(device: Device, plugin: Plugin, data_dir: str | None) -> str | None:
-    """What XLA will not find to compile for a GPU, in words; None if everything is there.
+def missing_tools(device: Device, plugin: Plugin, data_dir: str | None) -> Missing | None:
+    """What XLA will not find to compile for a GPU; None if everything is there.
 
     Args:
         device: a GPU.
@@ -122,8 +142,8 @@ def missing_tools(device: Device, plugin: Plugin, data_dir: str | None) -> str |
         missing.append(f"the file {_LIBDEVICE / 'libdevice.10.bc'}")
     if not missing:
         return None
-    looked = ", ".join(dict.fromkeys(os.path.normpath(root) for root in roots))
-    return f"{' and '.join(missing)}, looked for in {looked} (ptxas also in PATH)"
+    places = ", ".join(dict.fromkeys(os.path.normpath(root) for root in roots))
+    return Missing(" and ".join(missing), f"{places} (for ptxas also in PATH)")
 
 
 def data_dir_of_flags(flags: str) -> str | None:

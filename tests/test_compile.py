@@ -22,7 +22,7 @@ import remat.compile as compile_module
 from remat.compile import CPU_COMPILER_OPTIONS, compile_report, compiler_options
 from remat.devices import GPU_NAMES
 from remat.errors import CompileError
-from remat.toolchain import Plugin
+from remat.toolchain import Missing, Plugin
 
 MIB = 2**20
 _HAS_PLUGIN = any(
@@ -315,7 +315,7 @@ def without_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
     plugin = Plugin("jax_plugins.xla_cuda13", pathlib.Path("/nowhere"), "13")
     monkeypatch.setattr(compile_module, "find_plugin", lambda: plugin)
     monkeypatch.setattr(Plugin, "check_versions", lambda self: None)
-    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: "the program ptxas")
+    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: Missing("ptxas", "/nowhere"))
     forget_tools()
     yield monkeypatch
     forget_tools()
@@ -352,7 +352,8 @@ def test_where_tools_are_missing_another_process_crashes(
     with pytest.raises(CompileError) as caught:
         compile_without_tools(without_tools, program)
     text = str(caught.value)
-    assert "does not find the program ptxas" in text
+    assert "lacks ptxas. On Linux" in text
+    assert "Looked for in /nowhere. XLA was tried in another process: " in text
     assert said in text
     assert f'pip install "jax[cuda13-local]=={jax.__version__}" nvidia-cuda-nvcc' in text
 
@@ -377,7 +378,7 @@ def test_what_only_xla_finds_is_found_out_in_another_process(
 ) -> None:
     """Should XLA look elsewhere one day, a search that finds nothing must not stand in the way."""
     forget_tools()
-    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: "the program ptxas")
+    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: Missing("ptxas", "/nowhere"))
     report = compile_report(jax.grad(mlp), [f32(32, 32)] * 2, f32(8, 32), device="h200")
     assert report.matmuls_executed == 5
     forget_tools()

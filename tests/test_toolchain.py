@@ -54,9 +54,9 @@ def make_toolkit(root: Path) -> None:
 def test_a_machine_with_nothing(plugin: Plugin, tmp_path: Path) -> None:
     missing = missing_tools(H200, plugin, None)
     assert missing is not None
-    assert missing.startswith("the program ptxas and the file nvvm/libdevice/libdevice.10.bc, ")
-    assert str(tmp_path / "system") in missing
-    assert str(plugin.folder.parents[1] / "nvidia" / "cu13") in missing
+    assert missing.tools == "the program ptxas and the file nvvm/libdevice/libdevice.10.bc"
+    assert str(tmp_path / "system") in missing.places
+    assert str(plugin.folder.parents[1] / "nvidia" / "cu13") in missing.places
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_only_ptxas_is_looked_for_in_path(
     make_toolkit(tmp_path / "mine")
     monkeypatch.setenv("PATH", f"{tmp_path}/empty:{tmp_path}/mine/bin")
     missing = missing_tools(H200, plugin, None)
-    assert missing is not None and missing.startswith("the file nvvm/libdevice/libdevice.10.bc, ")
+    assert missing is not None and missing.tools == "the file nvvm/libdevice/libdevice.10.bc"
     make_libdevice(tmp_path / "system")
     assert missing_tools(H200, plugin, None) is None
 
@@ -108,7 +108,7 @@ def test_an_empty_folder_hides_the_libdevice_behind_it(plugin: Plugin, tmp_path:
     make_toolkit(tmp_path / "env")
     (tmp_path / "system" / "nvvm" / "libdevice").mkdir(parents=True)
     missing = missing_tools(H200, plugin, None)
-    assert missing is not None and missing.startswith("the file")
+    assert missing is not None and missing.tools.startswith("the file")
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_a_ptxas_that_does_not_do(plugin: Plugin, tmp_path: Path, script: str, s
     make_toolkit(tmp_path / "system")
     make_ptxas(tmp_path / "system" / "bin", script)
     missing = missing_tools(H200, plugin, None)
-    assert missing is not None and missing.startswith("a program ptxas for 'h200'")
-    assert said in missing
+    assert missing is not None and missing.tools.startswith("a program ptxas for 'h200'")
+    assert said in missing.tools
 
 
 def test_a_ptxas_that_cannot_be_run(plugin: Plugin, tmp_path: Path) -> None:
     make_toolkit(tmp_path / "system")
     (tmp_path / "system" / "bin" / "ptxas").write_bytes(b"\0")
     missing = missing_tools(H200, plugin, None)
-    assert missing is not None and missing.startswith("a program ptxas for 'h200'")
+    assert missing is not None and missing.tools.startswith("a program ptxas for 'h200'")
 
 
 @pytest.mark.gpu_compile
