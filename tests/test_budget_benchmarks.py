@@ -37,7 +37,7 @@ _HAS_PLUGIN = any(
     for name in ("xla_cuda13", "xla_cuda12")
 )
 needs_gpu_compiler = pytest.mark.skipif(
-    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install jax-cuda13-plugin (Linux)"
+    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
 )
 MIB = 2**20
 BLOCKS: dict[str, Any] = {"layers": 4, "batch": 2, "length": 8, "width": 16, "heads": 2}

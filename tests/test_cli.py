@@ -476,7 +476,7 @@ def test_plans_and_jax_policies_can_be_compared() -> None:
 
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(
-    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install jax-cuda13-plugin (Linux)"
+    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
 )
 def test_compare_for_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", TINY, "--device", "h200", "--policies", "none,min_cut", "--json"]

@@ -34,7 +34,7 @@ has_plugin = any(
 
 def gpu_compile(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that compiles for a GPU that is not there."""
-    reason = "XLA:GPU is not installed: pip install jax-cuda13-plugin (Linux)"
+    reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
     return pytest.mark.gpu_compile(pytest.mark.skipif(not has_plugin, reason=reason)(test))
 
 

@@ -24,7 +24,7 @@ _HAS_PLUGIN = any(
     for name in ("xla_cuda13", "xla_cuda12")
 )
 needs_gpu_compiler = pytest.mark.skipif(
-    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install jax-cuda13-plugin (Linux)"
+    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
 )
 TINY = Settings("cpu", seconds=1.0, small=True, shares=(), references=("min_cut",))
 NONE_ROW = Encoded("m", "baseline", "none", "c", None, 90, 100, 50, 8, roofline_seconds=2.0)

@@ -544,7 +544,9 @@ def test_ten_thousand_operators_take_seconds_at_most() -> None:
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(not HAS_GPU_COMPILER, reason="XLA:GPU is not installed: jax-cuda13-plugin")
+@pytest.mark.skipif(
+    not HAS_GPU_COMPILER, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
+)
 @pytest.mark.parametrize("policy", ["save_all", "full", "min_cut"])
 def test_residual_layers_are_predicted_within_a_quarter_of_what_the_gpu_compiler_says(
     policy: str,

@@ -332,7 +332,7 @@ def gpu_reports(window_size: int, dtype: str) -> dict[str, CompileReport]:
 
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(
-    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install jax-cuda13-plugin"
+    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
 )
 @pytest.mark.parametrize(
     ("window", "dtype"), list(itertools.product((2, 3), ("bfloat16", "float32")))
