@@ -26,7 +26,7 @@ from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
 from remat.segments import annotate_program, differentiable_flags
 from remat.trace import check_differentiable, trace_primal
 
-__all__ = ["UNSET", "checkpoint", "chosen_policy", "plan"]
+__all__ = ["UNSET", "check_options", "checkpoint", "chosen_policy", "plan"]
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 _CACHE_SIZE = 512
@@ -299,7 +299,7 @@ def checkpoint(
         return functools.partial(checkpoint, **options)
     if not callable(fun):
         raise TraceError(f"remat.checkpoint expects a function, got {type(fun).__name__}")
-    _check_options(lowering, nested_checkpoints)
+    check_options(lowering, nested_checkpoints)
     resolved = resolve(chosen_policy(policy, remat_policy), budget)
     if isinstance(resolved, Off):
         return fun
@@ -347,7 +347,8 @@ def chosen_policy(policy: Any, remat_policy: Any) -> Any:
     return policy
 
 
-def _check_options(lowering: str, nested: str) -> None:
+def check_options(lowering: str, nested: str) -> None:
+    """Raises PolicyError unless both are known."""
     if lowering not in ("staged", "policy"):
         raise PolicyError(f"lowering={lowering!r}; expected 'staged' or 'policy'")
     if nested not in ("take_over", "respect"):
@@ -409,7 +410,7 @@ def plan(
     Raises:
         PolicyError, BudgetError, TraceError: as `remat.checkpoint`.
     """
-    _check_options(lowering, nested_checkpoints)
+    check_options(lowering, nested_checkpoints)
     resolved = resolve(remat_policy, budget)
     if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
         raise PolicyError(

@@ -2,17 +2,18 @@
 
 Variables and random streams are lifted exactly as Flax does it; only the function transform differs. Mutable
 collections (batch statistics), dropout streams, `static_argnums` and `nn.scan` over a rematted block work as
-they do there.
+they do there. So do names: Flax calls the submodules of a transformed class after the transform, and seeds their
+initial values with that name. Every policy, `None` included, gives those of `flax.linen.remat`, so that
+parameters trained with one load with another.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 try:
-    import flax.linen as nn
     from flax.core import lift
     from flax.linen import transforms
 except ImportError as error:  # pragma: no cover - exercised by the packaging test
@@ -20,29 +21,39 @@ except ImportError as error:  # pragma: no cover - exercised by the packaging te
         "remat.linen needs Flax; install it with `pip install remat[flax]`"
     ) from error
 
-from remat.api import UNSET, chosen_policy
+from remat.api import UNSET, check_options, chosen_policy
 from remat.api import checkpoint as _checkpoint
 from remat.errors import TraceError
-from remat.resolve import JaxPolicy, Off, resolve
+from remat.resolve import resolve
 
 __all__ = ["checkpoint", "remat"]
 
 
 def _lifted(
     fn: Callable[..., Any],
-    variables: Any,
-    rngs: Any,
-    static_argnums: int | Sequence[int],
+    variables: Any = True,
+    rngs: Any = True,
+    concrete: bool = False,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., Any] | None = None,
+    remat_policy: Any = UNSET,
     **options: Any,
 ) -> Callable[..., Any]:
     """`flax.core.lift.checkpoint` with another transform inside."""
+    _check_concrete(concrete)
     nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    chosen = chosen_policy(policy, remat_policy)
 
     def inner(
         scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kw: Any
     ) -> Any:
         # Two leading arguments were added, the variables and the random streams.
-        @functools.partial(_checkpoint, static_argnums=tuple(n + 2 for n in nums), **options)
+        @functools.partial(
+            _checkpoint,
+            remat_policy=chosen,
+            static_argnums=tuple(n + 2 for n in nums),
+            **options,
+        )
         @functools.wraps(fn)
         def rematted(variable_groups: Any, rng_groups: Any, *args: Any, **kw: Any) -> Any:
             scope = scope_fn(variable_groups, rng_groups)
@@ -52,6 +63,10 @@ def _lifted(
         return rematted(variable_groups, rng_groups, *args, **kw)
 
     return lift.pack(inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True)
+
+
+# Flax names the submodules of a transformed class after the transform: `CheckpointBlock_0`.
+_lifted.__name__ = lift.checkpoint.__name__
 
 
 def remat(
@@ -78,29 +93,24 @@ def remat(
         variables, rngs: collections and random streams to lift; all of them by default.
         concrete: deprecated in Flax; True is an error.
         prevent_cse, static_argnums, policy: as in `flax.linen.remat` (`self` counts as argument 0).
-        methods: names of the methods to wrap, `__call__` by default.
+        methods: names of the methods to wrap, `__call__` by default; or, as Flax has it, a dictionary from
+            names to arguments of their own (whose `static_argnums` do not count `self`).
         remat_policy, budget, lowering, nested_checkpoints: as in `remat.checkpoint`.
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
         TraceError: `concrete=True`.
     """
-    if concrete:
-        raise TraceError("concrete=True is no longer supported by jax; use static_argnums instead")
+    _check_concrete(concrete)
     chosen = chosen_policy(policy, remat_policy)
-    resolved = resolve(chosen, budget)
-    if isinstance(resolved, Off):
-        return target
-    if isinstance(resolved, JaxPolicy):
-        return nn.remat(
-            target,
-            variables=variables,
-            rngs=rngs,
-            prevent_cse=prevent_cse,
-            static_argnums=static_argnums,  # pyright: ignore[reportArgumentType]
-            policy=resolved.policy,
-            methods=methods,
-        )
+    resolve(chosen, budget)
+    check_options(lowering, nested_checkpoints)
+    ours = {
+        "remat_policy": chosen,
+        "budget": budget,
+        "lowering": lowering,
+        "nested_checkpoints": nested_checkpoints,
+    }
     nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     return transforms.lift_transform(
         _lifted,
@@ -109,12 +119,28 @@ def remat(
         rngs=rngs,
         static_argnums=tuple(n - 1 for n in nums),  # the lifted function has no `self`
         prevent_cse=prevent_cse,
-        remat_policy=chosen,
-        budget=budget,
-        lowering=lowering,
-        nested_checkpoints=nested_checkpoints,
-        methods=methods,
+        methods=_of_methods(methods, ours),
+        **ours,
     )
+
+
+def _check_concrete(concrete: bool) -> None:
+    if concrete:
+        raise TraceError("concrete=True is no longer supported by jax; use static_argnums instead")
+
+
+def _of_methods(methods: Any, ours: Mapping[str, Any]) -> Any:
+    """Methods with settings of their own, which Flax takes alone: ours hold where a method says nothing else."""
+    if not isinstance(methods, Mapping):
+        return methods
+    return {
+        name: {**(_without(ours, "remat_policy") if "policy" in own else ours), **own}
+        for name, own in methods.items()
+    }
+
+
+def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}
 
 
 checkpoint = remat
