@@ -68,7 +68,7 @@ class Checkmate:
             raise PolicyError(
                 f"Checkmate(objective={self.objective!r}): expected 'seconds' or 'flops'"
             )
-        if self.seconds <= 0 or not 0 <= self.gap < 1:
+        if not (self.seconds > 0 and 0 <= self.gap < 1):  # nan is neither
             raise PolicyError(
                 f"Checkmate(seconds={self.seconds!r}, gap={self.gap!r}): expected positive seconds and a gap "
                 "from 0 to 1"

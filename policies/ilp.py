@@ -125,7 +125,7 @@ class Ilp:
                 f"Ilp(method={self.method!r}): expected 'auto', 'exact', 'search' or 'starts'"
             )
         numbers = (self.seconds, self.effort, self.exact_limit, self.tolerance)
-        if self.seconds <= 0 or min(numbers) < 0:
+        if not (self.seconds > 0 and all(number >= 0 for number in numbers)):  # nan is neither
             raise PolicyError(
                 f"Ilp(seconds={self.seconds!r}, effort={self.effort!r}, exact_limit={self.exact_limit!r}, "
                 f"tolerance={self.tolerance!r}): expected positive numbers"

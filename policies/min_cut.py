@@ -79,7 +79,7 @@ class MinCut:
             )
         _one_of("heavy", self.heavy, ("ban", "batched", "roofline"))
         _one_of("random", self.random, ("ban", "cheap"))
-        if self.reduction_ratio < 1:
+        if not self.reduction_ratio >= 1:  # nan is not
             raise PolicyError(
                 f"MinCut(reduction_ratio={self.reduction_ratio!r}): expected an integer of at least 1"
             )

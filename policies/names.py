@@ -6,6 +6,7 @@ segment waits for the cotangent that needs it, also when the whole function is w
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,37 +22,52 @@ class Names:
     """Keeps the values tagged with one of `names`, and what may not be recomputed.
 
     Attributes:
-        names: tags to keep; None keeps every tagged value.
+        names: tags to keep, a string for one; None keeps every tagged value.
+
+    Raises:
+        PolicyError: a name is no string.
     """
 
     names: tuple[str, ...] | None = None
     name: ClassVar[str] = "names"
 
     def __post_init__(self) -> None:
-        if self.names is not None:
-            object.__setattr__(self, "names", tuple(self.names))
+        if self.names is None:
+            return
+        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise PolicyError(
+                f"Names(names={self.names!r}): expected names as they are given to checkpoint_name, at least one; "
+                "or None for all"
+            )
+        object.__setattr__(self, "names", names)
 
     def decide(self, graph: Graph) -> Decision:
-        """Returns the tagged values.
-
-        Raises:
-            PolicyError: a name in `names` tags no value of the graph.
-        """
+        """Returns the tagged values; a graph need not have any: they may lie in a loop, or around it."""
         present = {tag for value in graph.values for tag in value.tags}
-        self._check(present)
         chosen = present if self.names is None else set(self.names)
         wanted = {value.id for value in graph.values if chosen.intersection(value.tags)}
-        notes = () if present else ("the function has no checkpoint_name tags: nothing to keep",)
-        return Decision(required_saves(graph, frozenset(wanted)), notes=notes)
+        return Decision(required_saves(graph, frozenset(wanted)))
 
-    def _check(self, present: set[str]) -> None:
-        # A loop body may hold the tag while the graph around it does not, so a graph without any tag
-        # is not an error.
-        if self.names is None or not present:
+    def check_tags(self, found: Set[str]) -> None:
+        """Checks the names against those of a whole function, its loops included.
+
+        Args:
+            found: every `checkpoint_name` in it.
+
+        Raises:
+            PolicyError: a name tags nothing, or there is no tag at all.
+        """
+        missing = [name for name in self.names or () if name not in found]
+        if found and not missing:
             return
-        if not present.intersection(self.names):
-            hint = nearest(self.names[0], sorted(present)) if self.names else ""
+        if not found:
+            what = "Names()" if self.names is None else f"Names({self.names!r})"
             raise PolicyError(
-                f"none of the names {list(self.names)} tags a value of the function; its "
-                f"checkpoint_name tags are {sorted(present)}{hint}"
+                f"{what} keeps what is tagged, and the function has no checkpoint_name tags: tag values with "
+                "jax.ad_checkpoint.checkpoint_name(x, 'name'), or use remat_policy='full' to keep nothing"
             )
+        raise PolicyError(
+            f"the names {missing} tag no value of the function; its checkpoint_name tags are "
+            f"{sorted(found)}{nearest(missing[0], sorted(found))}"
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import lib as _lib
@@ -24,6 +25,8 @@ __all__ = [
     "at_site",
     "avals_of",
     "call_body",
+    "calls_derivative_rules",
+    "checkpoint_names",
     "called_function_name",
     "checkpoint_name_of",
     "comparison_like",
@@ -37,6 +40,7 @@ __all__ = [
     "is_tracer",
     "jax_checkpoint",
     "name_of",
+    "names_of_policy",
     "open_jaxpr",
     "plain_params",
     "scan_parts",
@@ -211,6 +215,49 @@ def has_ordered_effects(eqn: JaxprEqn) -> bool:
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     """Returns the tag of a `checkpoint_name` equation, None for every other equation."""
     return _params_of(eqn)["name"] if name_of(eqn) == "name" else None
+
+
+def checkpoint_names(eqns: Sequence[JaxprEqn]) -> frozenset[str]:
+    """Returns every tag in equations and in whatever they call: branches, loops, custom rules."""
+    found: set[str] = set()
+    for eqn in eqns:
+        tag = checkpoint_name_of(eqn)
+        found.update(() if tag is None else (tag,))
+        for body in sub_jaxprs(eqn):
+            found |= checkpoint_names(open_jaxpr(body)[0].eqns)
+    return frozenset(found)
+
+
+def calls_derivative_rules(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether a function with a rule of its own for reverse mode is called, at any depth."""
+    return any(
+        name_of(eqn).startswith("custom_vjp")
+        or any(calls_derivative_rules(open_jaxpr(body)[0].eqns) for body in sub_jaxprs(eqn))
+        for eqn in eqns
+    )
+
+
+def names_of_policy(policy: Any) -> frozenset[str]:
+    """Returns the tags that one of jax's policies keeps, empty for a policy that keeps none by name.
+
+    They are in the policy's closure, or, in newer versions, in its fields.
+    """
+    if getattr(policy, "__module__", None) != _ad_checkpoint.__name__:
+        return frozenset()
+    made_by = getattr(policy, "__qualname__", type(policy).__qualname__)
+    if made_by.replace("_", "").lower().startswith("saveanynamesbutthese"):
+        return frozenset()  # what these leave out need not be there
+    if inspect.isfunction(policy):
+        held: Mapping[str, Any] = inspect.getclosurevars(policy).nonlocals
+    else:
+        held = getattr(policy, "__dict__", {})
+    found: set[str] = set()
+    for value in held.values():
+        if isinstance(value, (set, frozenset)):
+            found.update(name for name in value if isinstance(name, str))
+        elif callable(value):
+            found |= names_of_policy(value)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

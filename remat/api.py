@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
-from remat.errors import PolicyError, TraceError
+from remat.calls import Call, Filter, flatten_call, is_array, number_notes
+from remat.errors import BudgetError, PolicyError, RematWarning, TraceError, nearest
 from remat.interrupt import Progress, planning
 from remat.lower import Planner, StagedFunction
 from remat.override import active_attempt
 from remat.plan import Plan
-from remat.program import evaluate, lift_tracers
-from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, resolve
+from remat.program import evaluate, lift_tracers, tags_of
+from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, budget_hint, resolve
 from remat.segments import annotate_program, differentiable_flags
 from remat.trace import check_differentiable, trace_primal
 
@@ -33,63 +34,28 @@ _CACHE_SIZE = 512
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call with its arrays flattened out.
+class _Results:
+    """What a function returns: the structure, and the leaves that are no arrays, by index."""
 
-    Attributes:
-        leaves: the arrays.
-        key: hashable rest of the call: tree structure and static arguments.
-        rebuild: leaves back to `(args, kwargs)`.
-    """
+    tree: Any
+    fixed: dict[int, Any]
 
-    leaves: list[Any]
-    key: Any
-    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-def _flatten_call(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    static_argnums: frozenset[int],
-    static_argnames: frozenset[str],
-) -> _Call:
-    nums = {i + len(args) if i < 0 else i for i in static_argnums}
-    static = {i: args[i] for i in sorted(nums) if i < len(args)}
-    static_kw = {name: kwargs[name] for name in sorted(static_argnames) if name in kwargs}
-    for name, value in (*static.items(), *static_kw.items()):
-        try:
-            hash(value)
-        except TypeError as error:
-            raise TraceError(
-                f"static argument {name!r} of type {type(value).__name__} is not hashable; static "
-                "arguments must be hashable values such as bool, int, str or a frozen dataclass"
-            ) from error
-    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-    dynamic_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
-    everything, tree = jax.tree.flatten((dynamic, dynamic_kw))
-    # Leaves that are no numbers (an activation function or a flag in an equinox module) are part of the
-    # structure.
-    fixed = {i: leaf for i, leaf in enumerate(everything) if not _is_array(leaf)}
-    leaves = [leaf for leaf in everything if _is_array(leaf)]
-    count = len(args)
-
-    def rebuild(new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        arrays = iter(new)
-        full_leaves = [fixed[i] if i in fixed else next(arrays) for i in range(len(everything))]
-        rest, rest_kw = jax.tree.unflatten(tree, full_leaves)
-        values = iter(rest)
-        full = tuple(static[i] if i in static else next(values) for i in range(count))
-        return full, {**rest_kw, **static_kw}
-
-    key = (tree, tuple(static.items()), tuple(static_kw.items()), tuple(fixed.items()))
-    return _Call(leaves, key, rebuild)
+    def rebuild(self, arrays: Iterable[Any]) -> Any:
+        # A number in the program is one when it is evaluated, too; jax's functions return arrays.
+        given = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays)
+        count = self.tree.num_leaves
+        leaves = [self.fixed[i] if i in self.fixed else next(given) for i in range(count)]
+        return jax.tree.unflatten(self.tree, leaves)
 
 
-def _is_array(leaf: Any) -> bool:
-    # A Python bool is a switch: tracing it, as `jax.checkpoint` does, only forbids `if`.
-    kinds = (jax.Array, np.ndarray, np.generic, int, float, complex, jax.ShapeDtypeStruct)
-    number = isinstance(leaf, kinds) and not isinstance(leaf, bool)
-    return number or hasattr(leaf, "__jax_array__")
+def _split_results(results: Any, is_traced: Filter | None) -> tuple[list[Any], _Results]:
+    leaves, tree = jax.tree.flatten(results)
+    if is_traced is None:  # numbers become arrays, as they do in `jax.checkpoint`
+        flags = [isinstance(leaf, bool) or is_array(leaf) for leaf in leaves]
+    else:
+        flags = [is_traced(leaf) for leaf in leaves]
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not flags[i]}
+    return [leaf for i, leaf in enumerate(leaves) if flags[i]], _Results(tree, fixed)
 
 
 @dataclass(frozen=True)
@@ -97,15 +63,19 @@ class _Traced:
     """A function traced for one kind of call."""
 
     function: StagedFunction
-    tree: Any
+    results: _Results
     lifted: tuple[Any, ...]
     by_policy: bool
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         inputs = (*self.lifted, *leaves)
         function = self.function
-        outs = function.combined(inputs, self._by_policy) if self.by_policy else function(*inputs)
-        return jax.tree.unflatten(self.tree, outs)
+        with _hinting(function.planner):
+            if self.by_policy:
+                outs = function.combined(inputs, self._by_policy)
+            else:
+                outs = function(*inputs)
+        return self.results.rebuild(outs)
 
     @functools.cached_property
     def _by_policy(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -150,6 +120,19 @@ class _Traced:
         return annotate_program(function.primal, plan, inputs, prevent_cse=function.barriers)
 
 
+@contextmanager
+def _hinting(planner: Planner) -> Iterator[None]:
+    """Says of a budget of a few bytes what was probably meant, should it not be met."""
+    try:
+        yield
+    except BudgetError as error:
+        hint = budget_hint(planner.budget) if isinstance(planner, PolicyPlanner) else ""
+        if not hint or str(error).endswith(hint):
+            raise
+        peak = error.smallest_peak_bytes
+        raise BudgetError(f"{error}{hint}", smallest_peak_bytes=peak) from error
+
+
 class _Wrapped:
     """Traces a function per kind of call and remembers what it made."""
 
@@ -162,9 +145,11 @@ class _Wrapped:
         prevent_cse: bool | Sequence[bool],
         lowering: str,
         nested_checkpoints: str,
+        is_traced: Filter | None = None,
     ) -> None:
         self.fun = fun
         self.planner = planner
+        self.is_traced = is_traced
         self.static_argnums, self.static_argnames = _both_spellings(
             fun, _numbers(static_argnums), _names(static_argnames)
         )
@@ -174,10 +159,11 @@ class _Wrapped:
         self.by_policy = lowering == "policy"
         self.cache = _cache_of(fun)
 
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        return _flatten_call(args, kwargs, self.static_argnums, self.static_argnames)
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        nums, names = self.static_argnums, self.static_argnames
+        return flatten_call(args, kwargs, nums, names, self.is_traced)
 
-    def traced(self, call: _Call) -> _Traced:
+    def traced(self, call: Call) -> _Traced:
         barriers = self.barriers and not _compat.in_loop_body()
         planner, cache = self.planner, self.cache
         attempt = active_attempt(planner)
@@ -188,14 +174,15 @@ class _Wrapped:
             barriers,
             self.inline_checkpoints,
             self.by_policy,
+            self.is_traced,
             call.key,
             tuple(map(_aval_of, call.leaves)),
             _compat.trace_context(),
         )
-        found = cache.get(key)
+        found = None if call.key is None else cache.get(key)
         if found is None:
             found = self._trace(call, barriers, planner)
-            if not found.lifted:
+            if not found.lifted and call.key is not None:
                 if len(cache) >= _CACHE_SIZE:
                     cache.pop(next(iter(cache)))
                 cache[key] = found
@@ -203,19 +190,22 @@ class _Wrapped:
             attempt.called(found.function, self.fun, (*found.lifted, *call.leaves))
         return found
 
-    def _trace(self, call: _Call, barriers: bool, planner: Planner) -> _Traced:
-        fun, rebuild = self.fun, call.rebuild
+    def _trace(self, call: Call, barriers: bool, planner: Planner) -> _Traced:
+        fun, rebuild, is_traced = self.fun, call.rebuild, self.is_traced
 
         def flat(*leaves: Any) -> tuple[list[Any], Any]:
             args, kwargs = rebuild(leaves)
-            return jax.tree.flatten(fun(*args, **kwargs))
+            return _split_results(fun(*args, **kwargs), is_traced)
 
-        program, tree = trace_primal(
-            flat,
-            call.leaves,
-            inline_checkpoints=self.inline_checkpoints,
-            keep=operator_substitution.called_by_name(),
-        )
+        with _noting(call):
+            program, results = trace_primal(
+                flat,
+                call.leaves,
+                inline_checkpoints=self.inline_checkpoints,
+                keep=operator_substitution.called_by_name(),
+            )
+        if isinstance(planner, PolicyPlanner):
+            planner = replace(planner, tags=tags_of(program))
         program, lifted = lift_tracers(program)
         function = StagedFunction(
             program,
@@ -224,7 +214,19 @@ class _Wrapped:
             inline_checkpoints=self.inline_checkpoints,
             name_values=self.by_policy,
         )
-        return _Traced(function, tree, lifted, self.by_policy)
+        return _Traced(function, results, lifted, self.by_policy)
+
+
+@contextmanager
+def _noting(call: Call) -> Iterator[None]:
+    """Adds to an error of tracing which arguments are Python numbers."""
+    try:
+        yield
+    except TypeError as error:
+        note = number_notes(call)
+        if note:
+            error.add_note(note)
+        raise
 
 
 _Caches = weakref.WeakKeyDictionary[Any, dict[Any, _Traced]]
@@ -304,13 +306,17 @@ def checkpoint(
     if isinstance(resolved, Off):
         return fun
     if isinstance(resolved, JaxPolicy):
-        return _compat.jax_checkpoint(
+        wrapped_by_jax = _compat.jax_checkpoint(
             fun,
             policy=resolved.policy,
             prevent_cse=prevent_cse,
             static_argnums=tuple(_numbers(static_argnums)),
             static_argnames=tuple(_names(static_argnames)),
         )
+        names = _compat.names_of_policy(resolved.policy)
+        if not names:
+            return wrapped_by_jax
+        return _checking_names(fun, wrapped_by_jax, names, static_argnums, static_argnames)
     wrapped = _Wrapped(
         fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
     )
@@ -321,6 +327,50 @@ def checkpoint(
         return wrapped.traced(call)(call.leaves)
 
     return rematted
+
+
+def _checking_names(
+    fun: Callable[..., Any],
+    wrapped_by_jax: Callable[..., Any],
+    names: frozenset[str],
+    static_argnums: int | Iterable[int],
+    static_argnames: str | Iterable[str],
+) -> Callable[..., Any]:
+    """Calls a function wrapped with one of jax's policies of names, once it is known that it has such names."""
+    nums, words = _both_spellings(fun, _numbers(static_argnums), _names(static_argnames))
+    checked: set[Any] = set()
+
+    @_named_like(fun)
+    def rematted(*args: Any, **kwargs: Any) -> Any:
+        call = flatten_call(args, kwargs, nums, words)
+        key = (call.key, tuple(map(_aval_of, call.leaves)))
+        if call.key is None or key not in checked:
+
+            def flat(*leaves: Any) -> Any:
+                given, named = call.rebuild(leaves)
+                return wrapped_by_jax(*given, **named)
+
+            _check_names(names, _compat.open_jaxpr(jax.make_jaxpr(flat)(*call.leaves))[0].eqns)
+            checked.add(key)
+        return wrapped_by_jax(*args, **kwargs)
+
+    return rematted
+
+
+def _check_names(names: frozenset[str], eqns: Sequence[Any]) -> None:
+    """Raises PolicyError if a policy of jax looks for names of which the function has none; warns of a part."""
+    found = _compat.checkpoint_names(eqns)
+    missing = sorted(names - found)
+    # A derivative rule may name what it keeps; it is traced when it is differentiated.
+    if not missing or _compat.calls_derivative_rules(eqns):
+        return
+    text = (
+        f"the policy keeps values by name, and the names {missing} tag no value of the function; its "
+        f"checkpoint_name tags are {sorted(found)}{nearest(missing[0], sorted(found))}"
+    )
+    if len(missing) == len(names):
+        raise PolicyError(text)
+    warnings.warn(text, RematWarning, stacklevel=4)
 
 
 def _numbers(static_argnums: int | Iterable[int]) -> frozenset[int]:
@@ -422,7 +472,7 @@ def plan(
     )
     call = wrapped.flatten(args, kwargs)
     traced = wrapped.traced(call)
-    chosen = _differentiated(call, args, argnums, wrapped.static_argnums)
+    chosen = _differentiated(call, len(args), argnums, wrapped.static_argnums)
     lifted = (False,) * len(traced.lifted)
     program = traced.function.primal
     flags = tuple(
@@ -430,27 +480,21 @@ def plan(
         for flag, v in zip((*lifted, *chosen), program.inputs, strict=True)
     )
     check_differentiable(traced.function.whole, flags)
-    with planning(progress) if resolved.takes_long else nullcontext():
+    watched = planning(progress) if resolved.takes_long else nullcontext()
+    with watched, _hinting(traced.function.planner):
         return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
 
 
 def _differentiated(
-    call: _Call,
-    args: tuple[Any, ...],
-    argnums: int | Sequence[int],
-    static: frozenset[int],
+    call: Call, count: int, argnums: int | Sequence[int], static: frozenset[int]
 ) -> list[bool]:
-    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    wanted = tuple(i + len(args) if i < 0 else i for i in wanted)
-    if any(not 0 <= i < len(args) for i in wanted):
+    """For every array of a call with `count` positional arguments whether it is part of one of `argnums`."""
+    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wanted = {i + count if i < 0 else i for i in given}
+    if any(not 0 <= i < count for i in wanted):
         raise TraceError(
-            f"argnums={argnums!r} is out of range: the function was given {len(args)} positional "
-            "arguments"
+            f"argnums={argnums!r} is out of range: the function was given {count} positional arguments"
         )
-    if any(i in static for i in wanted):
+    if wanted & static:
         raise TraceError(f"argnums={argnums!r} includes a static argument")
-    flags: list[bool] = []
-    for index, arg in enumerate(args):
-        if index not in static:
-            flags += [index in wanted] * sum(map(_is_array, jax.tree.leaves(arg)))
-    return flags + [False] * (len(call.leaves) - len(flags))
+    return [owner in wanted for owner in call.owners]

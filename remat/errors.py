@@ -25,7 +25,7 @@ class RematError(Exception):
 
 
 class RematWarning(UserWarning):
-    """A plan is worse than it could be for a reason that the user can do something about."""
+    """A plan is valid but probably not what was meant, or worse than it could be for a reason that is named."""
 
 
 class PolicyError(RematError, ValueError):
@@ -68,7 +68,16 @@ class CompileError(RematError, RuntimeError):
     """The compiler could not be asked: an unknown device or a missing plugin."""
 
 
+_SHORTEST_BEGINNING = 4
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the closest of `choices`, or an empty string."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    """Returns `"; did you mean 'x'?"` for the closest of `choices`, or an empty string.
+
+    Close is what is spelt alike, or what begins with the word: a suggestion that is neither misleads.
+    """
+    names = list(choices)
+    close = difflib.get_close_matches(word, names, n=1)
+    if not close and len(word) >= _SHORTEST_BEGINNING:
+        close = sorted((name for name in names if name.startswith(word)), key=lambda n: (len(n), n))
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -204,6 +204,13 @@ class Plan:
     budget_bytes: int | None = None
     solve_seconds: float = field(default=0.0, compare=False)
 
+    def __repr__(self) -> str:
+        kept = sum(not entry.is_input for entry in self.saved)
+        return (
+            f"<Plan by {self.policy_name!r}: {kept} values kept, {self.saved_bytes:,} bytes; peak "
+            f"{self.peak_bytes:,} bytes>"
+        )
+
     def __hash__(self) -> int:
         return hash((self.policy_name, self.options, self.graph.fingerprint(), self.schedule))
 

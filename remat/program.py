@@ -278,6 +278,12 @@ def _last_reads(program: Program) -> dict[int, list[int]]:
     return last
 
 
+def tags_of(program: Program) -> frozenset[str]:
+    """Returns every `checkpoint_name` of a program, those in loops, branches and custom rules included."""
+    inside = _compat.checkpoint_names([equation.source for equation in program.equations])
+    return inside.union(*program.tags.values())
+
+
 def lift_tracers(program: Program) -> tuple[Program, tuple[Any, ...]]:
     """Turns closed-over tracers into leading inputs, so that gradients flow to them.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from remat.budget import MARGIN, BudgetSession, held
-from remat.errors import BudgetError, PlanError, PolicyError
+from remat.devices import Device
+from remat.errors import BudgetError, PlanError, PolicyError, nearest
+from remat.forms import form_of, get_encoding
 from remat.graph import Alternatives, Graph
 from remat.plan import LoopPlan, Plan
 from remat.plan_diff import first_difference
@@ -26,7 +28,9 @@ __all__ = [
     "PlanPlanner",
     "PolicyPlanner",
     "Resolved",
+    "budget_hint",
     "parse_budget",
+    "priced_for",
     "resolve",
 ]
 
@@ -65,11 +69,14 @@ class PolicyPlanner(SteadyPlanner):
         policy: any `remat.policies.Policy`.
         budget: bytes, or a fraction of the peak without rematerialization, or None.
         margin: share of the budget that plans leave for the prediction's error, if there is one that can.
+        tags: `checkpoint_name`s of the function as written, wherever they are in it; None for the body of a loop,
+            which need not hold what the policy names.
     """
 
     policy: Policy
     budget: int | float | None = None
     margin: float = MARGIN
+    tags: frozenset[str] | None = None
 
     @property
     def takes_long(self) -> bool:
@@ -95,13 +102,43 @@ class PolicyPlanner(SteadyPlanner):
 
         Raises:
             BudgetError: the plan's predicted peak is above the budget.
+            PolicyError: the policy names tags that are nowhere in the function.
         """
+        check = getattr(self.policy, "check_tags", None)
+        if check is not None and self.tags is not None:
+            check(self.tags | _tags_in(plan))
         return plan if self.budget is None else held(plan, self.budget)
 
     def child(self, path: str) -> PolicyPlanner:
         """A loop body is planned with the same policy; the budget is that of the whole function."""
         del path
         return PolicyPlanner(self.policy)
+
+
+def _tags_in(plan: Plan) -> frozenset[str]:
+    """The tags of a plan's values, those of loop bodies and of derivative rules included."""
+    own = frozenset(tag for value in plan.graph.values for tag in value.tags)
+    return own.union(*(_tags_in(entry.plan) for entry in plan.loops))
+
+
+def _check_codes(made: Plan, graph: Graph) -> None:
+    """Raises PlanError if a plan keeps codes that are too narrow for what a graph's integers may be.
+
+    The literals of a program are no part of a graph's structure, and ranges follow from them.
+    """
+    for step in made.schedule.steps:
+        if step.action not in ("encode", "decode"):
+            continue
+        old, new = made.graph.values[step.target], graph.values[step.target]
+        if get_encoding(form_of(old)).kind != "codes" or old.range == new.range:
+            continue
+        low, high = old.range or (0, 0)
+        if new.range is None or new.range[0] < low or new.range[1] > high:
+            now = "unknown" if new.range is None else f"{new.range[0]} to {new.range[1]}"
+            raise PlanError(
+                f"this plan was made for another function: it keeps {old.label} as {form_of(old)}, which was "
+                f"{low} to {high} then and is {now} now. Plan again with remat.plan(...)."
+            )
 
 
 @dataclass(frozen=True)
@@ -131,6 +168,7 @@ class PlanPlanner(SteadyPlanner):
                 "this plan was made for another function: "
                 + first_difference(self.made.graph, graph)
             )
+        _check_codes(self.made, graph)
         return self.made
 
     def child(self, path: str) -> _LoopPlanner | _Unplanned:
@@ -173,6 +211,7 @@ class _LoopPlanner(PlanPlanner):
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Returns the given plan if it belongs to `graph`, else a passing one."""
         if graph.fingerprint() == self.made.graph.fingerprint():
+            _check_codes(self.made, graph)
             return self.made
         return make_plan(graph, Full(), barriers=barriers)
 
@@ -220,10 +259,43 @@ def resolve(remat_policy: Any, budget: Any = None) -> Resolved:
     found = _resolve(remat_policy, limit)
     if limit is not None and not isinstance(found, PolicyPlanner):
         raise BudgetError(
-            f"budget={budget!r} cannot be held by remat_policy={remat_policy!r}: a budget needs one of "
-            f"remat's own policies, {sorted(POLICIES)}"
+            f"budget={budget!r} cannot be held by remat_policy={remat_policy!r}: "
+            + (
+                "a saved plan has the budget that it was made for. Plan again with remat.plan(..., budget=...), or "
+                "leave the budget out"
+                if isinstance(found, PlanPlanner)
+                else f"a budget needs one of remat's own policies, {sorted(POLICIES)}"
+            )
         )
     return found
+
+
+def priced_for(remat_policy: Any, device: Device | None) -> Any:
+    """Returns a policy that takes its prices from the device that a program is compiled for.
+
+    Args:
+        remat_policy: as in `resolve`. What is no policy of ours, or names another device than the default, is
+            returned as it is.
+        device: None, or one without a data sheet, changes nothing.
+    """
+    found = resolve(remat_policy)
+    if device is None or device.is_nominal or not isinstance(found, PolicyPlanner):
+        return remat_policy
+    return _with_device(found.policy, device.name)
+
+
+def _with_device(policy: Any, device: str) -> Any:
+    """The policy with its own field `device`, and those of the policies it is made of, if they are the default."""
+    if not is_dataclass(policy) or isinstance(policy, type):
+        return policy
+    changed: dict[str, Any] = {}
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if field.name == "device" and value == field.default:
+            changed[field.name] = device
+        elif isinstance(value, Policy) and not isinstance(value, type):
+            changed[field.name] = _with_device(value, device)
+    return replace(policy, **changed) if changed else policy
 
 
 def _resolve(remat_policy: Any, limit: int | float | None) -> Resolved:
@@ -273,11 +345,9 @@ def _resolve_name(name: str, limit: int | float | None) -> Resolved:
     if name.endswith(".json") or Path(name).is_file():
         return PlanPlanner(Plan.from_json(name))
     valid = [*sorted(POLICIES), *sorted(_OFF_NAMES), *sorted(_CONFIG_NAMES), *sorted(theirs)]
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
     raise PolicyError(
-        f"unknown remat_policy={name!r}{hint} Valid names: {valid}; or pass a remat.policies object, a "
-        "remat.Plan, the path of a saved plan (*.json), or a jax checkpoint policy"
+        f"unknown remat_policy={name!r}{nearest(name, valid) or '.'} Valid names: {valid}; or "
+        "pass a remat.policies object, a remat.Plan, the path of a saved plan (*.json), or a jax checkpoint policy"
     )
 
 
@@ -287,29 +357,39 @@ for _i, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_i
 
 
-def parse_budget(budget: Any) -> int | float | None:
-    """Reads a budget: an int is bytes, a float in (0, 1] a fraction, a string bytes with a unit.
+def parse_budget(budget: Any, name: str = "budget") -> int | float | None:
+    """Reads a budget: an integer is bytes, a float in (0, 1] a fraction, a string either, or bytes with a unit.
+
+    Args:
+        budget: numbers of Python or NumPy, or a string; None is None.
+        name: of the argument, for errors.
 
     Raises:
         BudgetError: none of these.
     """
     if budget is None:
         return None
-    expected = 'expected bytes (6442450944), a size ("6GiB", "500MB") or a fraction (0.5)'
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise BudgetError(f"budget={budget!r} of type {type(budget).__name__}; {expected}")
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise BudgetError(f"budget={budget!r} is not a fraction between 0 and 1; {expected}")
-        return budget
     if isinstance(budget, str):
-        return _parse_size(budget, expected)
-    if budget <= 0:
-        raise BudgetError(f"budget={budget!r} is not positive; {expected}")
-    return budget
+        return _parse_size(budget, name)
+    if isinstance(budget, Integral) and not isinstance(budget, bool):
+        if budget <= 0:
+            raise BudgetError(f"{name}={budget!r} is not positive; {_EXPECTED}")
+        return int(budget)
+    if isinstance(budget, Real) and not isinstance(budget, bool):
+        return _fraction(float(budget), f"{name}={budget!r}")
+    raise BudgetError(f"{name}={budget!r} of type {type(budget).__name__}; {_EXPECTED}")
 
 
-def _parse_size(text: str, expected: str) -> int:
+_EXPECTED = 'expected bytes (6442450944), a size ("6GiB", "500MB") or a fraction (0.5)'
+
+
+def _fraction(number: float, given: str) -> float:
+    if not 0 < number <= 1:
+        raise BudgetError(f"{given} is not a fraction between 0 and 1; {_EXPECTED}")
+    return number
+
+
+def _parse_size(text: str, name: str) -> int | float:
     stripped = text.strip().upper().replace(" ", "")
     number = stripped.rstrip("KMGTPIB")
     unit = stripped[len(number) :]
@@ -317,8 +397,23 @@ def _parse_size(text: str, expected: str) -> int:
         size = float(number) * _UNITS[unit]
     except (ValueError, KeyError):
         raise BudgetError(
-            f"budget={text!r} is not a size; {expected}, with a unit out of B, kB, KiB, ..., PiB"
+            f"{name}={text!r} is not a size; {_EXPECTED}, with a unit out of B, kB, KiB, ..., PiB"
         ) from None
+    if not unit and not number.isdecimal():  # "0.5" is what 0.5 is
+        return _fraction(size, f"{name}={text!r}")
     if not 0 < size < float("inf"):
-        raise BudgetError(f"budget={text!r} is not positive; {expected}")
+        raise BudgetError(f"{name}={text!r} is not positive; {_EXPECTED}")
     return int(size)
+
+
+_FEW_BYTES = 1024
+
+
+def budget_hint(budget: int | float | None) -> str:
+    """Returns what is to be said of a budget of so few bytes that a share or a unit was meant, or nothing."""
+    if not isinstance(budget, int) or budget >= _FEW_BYTES:
+        return ""
+    share = f"a share is a float (budget={budget / 100:g}), and " if 1 < budget <= 100 else ""
+    return (
+        f" budget={budget} means {budget} bytes: {share}a size has a unit (budget='{budget}GiB')."
+    )

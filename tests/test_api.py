@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import remat
 from remat.resolve import parse_budget
@@ -189,14 +191,26 @@ def test_bad_options_are_errors(option: dict[str, str]) -> None:
         ("1.5kib", 1536),
         ("12", 12),
         (0.5, 0.5),
+        ("0.5", 0.5),
+        ("5e-1", 0.5),
+        ("1.0", 1.0),
+        (np.int64(1024), 1024),
+        (np.float32(0.5), 0.5),
         (None, None),
     ],
 )
 def test_budgets(budget: Any, size: Any) -> None:
     assert parse_budget(budget) == size
+    assert type(parse_budget(budget)) is type(size)
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "6 GigaBytes", "", "GiB", "-1GiB", True, [1]])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        *(0, -1, 1.5, 0.0, float("nan"), True, np.True_, [1]),
+        *("6 GigaBytes", "", "GiB", "-1GiB", "1.5", "0.0", "nan", "inf"),
+    ],
+)
 def test_bad_budgets_are_errors(budget: Any) -> None:
     with pytest.raises(remat.BudgetError, match="expected"):
         remat.checkpoint(loss, budget=budget)
@@ -208,6 +222,143 @@ def test_budget_that_is_not_met_is_an_error_with_the_peak_found() -> None:
     assert remat.plan(loss, W, X, budget="1MiB").peak_bytes <= 2**20
     with pytest.raises(remat.BudgetError, match="cannot be held"):
         remat.checkpoint(loss, remat_policy="dots_saveable", budget=0.5)
+
+
+def test_a_budget_of_a_few_bytes_says_what_may_have_been_meant() -> None:
+    with pytest.raises(
+        remat.BudgetError, match=r"budget=50 means 50 bytes: .*budget=0\.5.*'50GiB'"
+    ):
+        remat.plan(loss, W, X, budget=50)
+    with pytest.raises(remat.BudgetError, match=r"budget=80 means 80 bytes"):
+        jax.grad(remat.checkpoint(loss, remat_policy="ilp", budget=80))(W, X)
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.plan(loss, W, jnp.ones((512, 8)), budget="1KiB", remat_policy="save_all")
+    assert "means" not in str(caught.value)
+
+
+def test_a_plan_with_a_budget_is_a_short_error() -> None:
+    plan = remat.plan(loss, W, X)
+    with pytest.raises(
+        remat.BudgetError, match="a saved plan has the budget that it was made for"
+    ) as caught:
+        remat.checkpoint(loss, remat_policy=plan, budget=0.5)
+    assert len(str(caught.value)) < 400 and len(repr(plan)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("memory_budget", None),
+        ("recompute", None),
+        ("off", None),
+        ("dots", "dots_saveable"),
+        ("min_cutt", "min_cut"),
+        ("nothing", "nothing_saveable"),
+    ],
+)
+def test_suggestions_are_near_or_not_made(name: str, suggestion: str | None) -> None:
+    with pytest.raises(remat.PolicyError, match="Valid names") as caught:
+        remat.checkpoint(loss, remat_policy=name)
+    message = str(caught.value)
+    assert ("did you mean" in message) == (suggestion is not None)
+    assert suggestion is None or f"did you mean {suggestion!r}?" in message
+
+
+@pytest.mark.parametrize("policy", ["Ilp", "Monet", "Checkmate"])
+def test_no_time_limit_is_not_a_number(policy: str) -> None:
+    with pytest.raises(remat.PolicyError, match="seconds=nan"):
+        getattr(remat.policies, policy)(seconds=float("nan"))
+
+
+def tagged(w: jax.Array, x: jax.Array) -> jax.Array:
+    """One tag outside of a loop, one inside, one in a branch, one on what is not differentiated."""
+    x = checkpoint_name(jnp.tanh(x @ w), "outside")
+    x = jax.lax.scan(lambda c, _: (checkpoint_name(jnp.sin(c @ w), "inside"), None), x, None, 3)[0]
+    x = jax.lax.cond(x.sum() > 0, lambda v: checkpoint_name(v * 2, "branch"), jnp.cos, x)
+    checkpoint_name(x * 3, "unused")
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize(
+    "names", [None, "inside", "outside", ["inside", "outside"], "branch", "unused"]
+)
+def test_names_are_looked_for_everywhere(names: Any) -> None:
+    policy = remat.policies.Names(names)
+    got = jax.grad(remat.checkpoint(tagged, remat_policy=policy))(W, X)
+    np.testing.assert_allclose(got, jax.grad(tagged)(W, X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("names", ["mlp", ["inside", "mlp"], ["m", "l", "p"]])
+def test_names_that_match_nothing_are_errors(names: Any) -> None:
+    policy = remat.policies.Names(names)
+    for run in (
+        lambda: remat.plan(tagged, W, X, remat_policy=policy),
+        lambda: jax.grad(remat.checkpoint(tagged, remat_policy=policy))(W, X),
+    ):
+        with pytest.raises(
+            remat.PolicyError, match=r"tags are \['branch', 'inside', 'outside', 'unused'\]"
+        ):
+            run()
+    with pytest.raises(remat.PolicyError, match="has no checkpoint_name tags"):
+        remat.plan(loss, W, X, remat_policy="names")
+
+
+def test_tags_made_by_a_derivative_rule_are_found() -> None:
+    @jax.custom_vjp
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (jnp.sin(x), checkpoint_name(jnp.cos(x), "kept")), lambda cos, g: (g * cos,))
+    total = lambda x: jnp.sum(f(x) ** 2)  # noqa: E731
+    for policy in (
+        remat.policies.Names("kept"),
+        jax.checkpoint_policies.save_only_these_names("kept"),
+    ):
+        got = jax.grad(remat.checkpoint(total, remat_policy=policy))(X)
+        np.testing.assert_allclose(got, jax.grad(total)(X), rtol=1e-5)
+
+
+def test_policies_of_jax_that_name_nothing_are_errors() -> None:
+    only = jax.checkpoint_policies.save_only_these_names
+    both = jax.checkpoint_policies.save_from_both_policies(
+        only("mlp"), jax.checkpoint_policies.dots_saveable
+    )
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["mlp"],
+        names_which_can_be_offloaded=[],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    for policy in (only("mlp"), both, offload):
+        with pytest.raises(remat.PolicyError, match=r"names \['mlp'\] tag no value"):
+            jax.grad(remat.checkpoint(tagged, remat_policy=policy))(W, X)
+    with pytest.warns(remat.RematWarning, match=r"names \['mlp'\] tag no value"):
+        got = jax.grad(remat.checkpoint(tagged, policy=only("inside", "mlp")))(W, X)
+    np.testing.assert_allclose(got, jax.grad(tagged)(W, X), rtol=1e-5)
+    for policy in (only("inside"), jax.checkpoint_policies.save_any_names_but_these("mlp")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            jax.grad(remat.checkpoint(tagged, policy=policy))(W, X)
+
+
+def test_a_plan_whose_codes_are_too_narrow_is_an_error() -> None:
+    """Literals are no part of a graph's structure; the ranges that follow from them bound codes."""
+
+    def of(mask: int) -> Callable[..., Any]:
+        def f(w: jax.Array, i: jax.Array) -> jax.Array:
+            index = i & mask
+            return jnp.sum(w * index.astype(w.dtype) * jnp.sin(w))
+
+        return f
+
+    w, i = jnp.arange(1.0, 65.0) / 10, jnp.arange(64)
+    plan = remat.plan(of(3), w, i)
+    assert "uint2" in [entry.form for entry in plan.saved]
+    for mask in (1, 3):
+        got = jax.grad(remat.checkpoint(of(mask), remat_policy=plan))(w, i)
+        np.testing.assert_allclose(got, jax.grad(of(mask))(w, i), rtol=1e-5)
+    with pytest.raises(remat.PlanError, match="as uint2, which was 0 to 3 then and is 0 to 15 now"):
+        jax.grad(remat.checkpoint(of(15), remat_policy=plan))(w, i)
 
 
 def test_plans_with_loops_that_are_not_differentiated() -> None:

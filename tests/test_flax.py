@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import remat
 import remat.linen
@@ -170,7 +171,6 @@ def test_linen_errors() -> None:
         remat.linen.remat(Named, remat_policy="min_cat")
     with pytest.raises(remat.TraceError, match="concrete"):
         remat.linen.remat(Named, concrete=True)
-    assert remat.linen.remat(Named, remat_policy=None) is Named
 
 
 class NnxBlock(nnx.Module):
@@ -184,7 +184,7 @@ class NnxBlock(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[n, 8]` to `[n, 8]`."""
-        return self.drop(jnp.tanh(self.norm(self.dense(x))))
+        return self.drop(checkpoint_name(jnp.tanh(self.norm(self.dense(x))), "hidden"))
 
 
 def _nnx_steps(wrap: Callable[..., Any]) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import remat
 from remat.policies import Full, MinCut, Names, SaveAll
@@ -29,7 +30,7 @@ LOWERINGS = ["staged", "policy"]
 
 def dropout_net(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
     """Two layers with relu, dropout, a norm and a residual: `x` is `[8, 16]`, `w` is `[16, 16]`."""
-    h = jax.nn.relu(x @ w)
+    h = checkpoint_name(jax.nn.relu(x @ w), "relu")
     h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h / 0.5, 0.0)
     h = (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3)
     return jnp.sum(jnp.tanh(h @ w + x) ** 2)
@@ -174,7 +175,7 @@ def control_flow(x: jax.Array, w: jax.Array) -> jax.Array:
     n = jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, jnp.int32(0))
 
     def inner(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        c = jnp.sin(c @ w)
+        c = checkpoint_name(jnp.sin(c @ w), "inner")
         return c, c.mean()
 
     def outer(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:

@@ -221,8 +221,20 @@ def test_names_keeps_the_named_values_and_no_other() -> None:
 
 
 def test_a_name_that_tags_nothing_is_an_error_that_lists_the_tags() -> None:
-    with pytest.raises(PolicyError, match=r"layer_0.*did you mean 'layer_"):
-        Names(("layr_1",)).decide(tagged_chain())
+    tags = {tag for value in tagged_chain().values for tag in value.tags}
+    with pytest.raises(PolicyError, match=r"'layr_1'.*layer_0.*did you mean 'layer_"):
+        Names(("layer_0", "layr_1")).check_tags(tags)
+    for policy in (Names(), Names("layer_0")):
+        with pytest.raises(PolicyError, match="no checkpoint_name tags"):
+            policy.check_tags(frozenset())
+        policy.check_tags(tags)
+
+
+def test_a_string_is_one_name() -> None:
+    assert Names("layer_1") == Names(("layer_1",))
+    for names in ((), (3,), ("layer_1", None)):
+        with pytest.raises(PolicyError, match="expected names"):
+            Names(names)  # type: ignore[arg-type]
 
 
 def test_names_given_as_a_list_make_a_hashable_policy() -> None:
@@ -306,7 +318,7 @@ def function_of(program: Program) -> Callable[..., jax.Array]:
     """The loss that computes the terms in order, each of two earlier values, from the latest back."""
 
     def loss(weights: Arrays, x: jax.Array, key: jax.Array) -> jax.Array:
-        values = [x, 0.5 * x + weights[0][0]]
+        values = [x, jax.ad_checkpoint.checkpoint_name(0.5 * x + weights[0][0], "second")]
         for index, (name, first, second) in enumerate(program):
             a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
             w = weights[index % len(weights)]
@@ -383,6 +395,7 @@ def test_a_drawn_mask_large_enough_for_bits_is_drawn_again_alike(row: PolicyRow)
         for i in range(2):
             mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
             x = jnp.where(mask, jnp.tanh(x @ w) * 2.0, 0.0)
+            x = jax.ad_checkpoint.checkpoint_name(x, "dropped")
         return jnp.sum(x * x)
 
     x = jnp.ones((512, 128)) * 0.1
