@@ -83,8 +83,8 @@ def make_step(config: gpt.GPTConfig) -> tuple[Step, optax.GradientTransformation
 def train(name: str, config: gpt.GPTConfig, steps: int) -> np.ndarray:
     """Trains from the same start on the same batches; returns the losses `float32[steps]`."""
     step, optimizer = make_step(config)
-    # Without these options XLA:CPU would merge the recomputation back into the forward pass: on CPU both
-    # runs would then be the same program. On a GPU they are empty.
+    # Without these options XLA:CPU would, before jax 0.11.1, merge the recomputation back into the forward pass: on
+    # CPU both runs would then be the same program. With a newer jax and on a GPU they are empty.
     run = jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options(_platform()))
     params = gpt.init_params(dataclasses.replace(config, remat_policy=None))
     state = optimizer.init(params)

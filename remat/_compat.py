@@ -21,6 +21,7 @@ from jax._src import source_info_util as _source_info
 from jax.extend import core as _extend_core
 
 __all__ = [
+    "CPU_UNDOES_REMATERIALIZATION",
     "ScanParts",
     "at_site",
     "avals_of",
@@ -60,6 +61,12 @@ __all__ = [
 ]
 
 JaxprEqn = Any
+
+CPU_UNDOES_REMATERIALIZATION: bool = _lib.version < (0, 11, 1)
+"""Whether XLA:CPU deletes optimization barriers before it looks for common subexpressions.
+
+Since jaxlib 0.11.1 its pass `cse_barrier_expander` runs when the program is scheduled.
+"""
 
 # Names under which jax has shipped the same call-like primitives.
 _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call", "eval_jaxpr"})

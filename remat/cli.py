@@ -324,6 +324,7 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
     import jax
 
     from remat.compare import compare_table
+    from remat.compile import CPU_COMPILER_OPTIONS
 
     device = options.device or jax.default_backend()
     if options.json:
@@ -344,7 +345,8 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
     )
     print("Every policy is applied to the whole function; jax's own are often applied per block.")
     if device == "cpu":
-        print("cpu: compiled with remat.compile.CPU_COMPILER_OPTIONS; GPU numbers need --device.")
+        how = "compiled with remat.compile.CPU_COMPILER_OPTIONS; " if CPU_COMPILER_OPTIONS else ""
+        print(f"cpu: {how}GPU numbers need --device.")
 
 
 def _pareto(options: argparse.Namespace) -> int:

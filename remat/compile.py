@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from remat import _compat
 from remat._compat import cuda_data_dir
 from remat.compiled import CompileReport
 from remat.devices import Device, device_of_kind, get_device
@@ -37,10 +38,12 @@ __all__ = ["CPU_COMPILER_OPTIONS", "CompileReport", "Kernel", "compile_report", 
 
 CPU_COMPILER_OPTIONS: Mapping[str, str] = MappingProxyType(
     {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    if _compat.CPU_UNDOES_REMATERIALIZATION
+    else {}
 )
-"""Options that keep rematerialization alive on XLA:CPU.
+"""Options that keep rematerialization alive on XLA:CPU; empty since jax 0.11.1, which needs none.
 
-XLA:CPU's pass ``cse_barrier_expander`` deletes optimization barriers, after which common
+Before, XLA:CPU's pass ``cse_barrier_expander`` deletes optimization barriers, after which common
 subexpression elimination merges recomputed values with the ones they replace.
 """
 
@@ -102,7 +105,7 @@ def compile_report(
         donate_argnums: as for `jax.jit`.
         compiler_options: for XLA, on top of ours.
         keep_barriers: on CPU, compile with `CPU_COMPILER_OPTIONS`, so that XLA:CPU does not undo
-            rematerialization.
+            rematerialization. Changes nothing since jax 0.11.1, where these are empty.
         **kwargs: keyword arguments of `f`.
 
     Returns:
@@ -401,8 +404,10 @@ def _target_notes(
 ) -> tuple[str, ...]:
     notes: list[str] = []
     if target.platform == "cpu":
+        notes.append(_CPU_TRAFFIC)
+    if target.platform == "cpu" and _compat.CPU_UNDOES_REMATERIALIZATION:
         is_kept = "cse_barrier_expander" in str(options.get("xla_disable_hlo_passes", ""))
-        notes += [_CPU_TRAFFIC, _KEPT if is_kept else _NOT_KEPT]
+        notes.append(_KEPT if is_kept else _NOT_KEPT)
     if not target.is_attached:
         notes.append(_NO_TUNING)
     notes.append(

@@ -7,3 +7,6 @@ import jax
 # The derivative of tanh is one operator of its result, `one_minus_square`. Before, it was `1 - y` and products of
 # this and of `y` with the cotangent, so that differentiation kept two arrays.
 TANH_KEEPS_ONE_ARRAY = jax.__version_info__ >= (0, 11, 2)
+
+# XLA:CPU deletes optimization barriers before it merges equal values: a plain jit undoes rematerialization.
+CPU_UNDOES_REMATERIALIZATION = jax.__version_info__ < (0, 11, 1)
