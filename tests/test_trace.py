@@ -156,7 +156,8 @@ def test_an_unknown_primitive_is_opaque_never_recomputed_and_said_so() -> None:
     def f(x: jax.Array) -> jax.Array:
         return (jnp.sin(x) * jnp.cos(mystery.bind(jax.lax.stop_gradient(x)))).sum()
 
-    plan = remat.plan(f, shape(8), remat_policy="full")
+    with pytest.warns(remat.RematWarning, match="mystery_of_the_test at .*test_trace.py"):
+        plan = remat.plan(f, shape(8), remat_policy="full")
     op = ops_named(plan.graph, "mystery_of_the_test")[0]
     assert op.kind == "OPAQUE" and not op.recomputable and not op.fusible
     assert "mystery_of_the_test" not in {entry.name for entry in plan.recomputed}
