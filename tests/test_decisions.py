@@ -1,0 +1,320 @@
+"""What turns on a last bit is decided once: by no plan does a gradient change beyond rounding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat
+from remat.errors import BudgetError, ScheduleError
+from remat.graph import Graph
+from remat.plan import Schedule, Step
+from remat.policies import Ilp, MinCut
+from remat.simulate import simulate
+
+X = jax.random.normal(jax.random.key(0), (16, 32))
+W = jax.random.normal(jax.random.key(1), (32, 32)) / 6
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    return x / jnp.sqrt(1 + jnp.mean(x * x))
+
+
+def _returned_clip(x: jax.Array) -> Any:
+    h = jnp.clip(_rms(x), -0.7, 0.9)
+    return jnp.mean(jnp.sin(h)), h
+
+
+def _clipped_layers(x: jax.Array) -> Any:
+    for _ in range(3):
+        x = jnp.clip(_rms(x @ W), -0.7, 0.9)
+    return jnp.sum(x), x
+
+
+def _column_maxima(x: jax.Array) -> Any:
+    return jnp.sum(jnp.sin(jax.nn.gelu(x @ W).max(0) @ W)), 0
+
+
+def _returned_maximum(x: jax.Array) -> Any:
+    h = jnp.maximum(_rms(x), 0.1)
+    return jnp.sum(jnp.sin(h)), h
+
+
+def _maximum_of_relatives(x: jax.Array) -> Any:
+    h = _rms(x @ W)
+    y = jnp.maximum(jnp.sin(h), jnp.sin(h * 1.0))
+    return jnp.sum(y * h), y
+
+
+def _segment_maxima(x: jax.Array) -> Any:
+    h = jnp.tanh(x @ W)
+    top = jax.ops.segment_max(h, jnp.arange(16) % 5, 5)
+    return jnp.sum(jnp.sin(top)), top
+
+
+def _ranked(x: jax.Array) -> Any:
+    h = _rms(x @ W)
+    order = jnp.argsort(h, axis=0)
+    picked = jnp.take_along_axis(h, order, 0)[:4]
+    return jnp.sum(jnp.cos(picked) * h[:4]), (picked, jnp.sort(h, axis=1))
+
+
+def _above_the_kth(x: jax.Array) -> Any:
+    h = jax.nn.silu(x @ W)
+    kth = jax.lax.top_k(h, 5)[0][:, -1:]
+    sparse = jnp.where(h >= kth, jnp.sin(h), 0.0)
+    return jnp.sum(sparse**2), kth
+
+
+def _rectified_difference(x: jax.Array) -> Any:
+    h = jax.nn.silu(x @ W)
+    y = jax.nn.relu(h - jnp.sort(h, axis=1)[:, 20:21] + 0.0)
+    return jnp.sum(jnp.exp(y)), y
+
+
+def _is_the_largest(x: jax.Array) -> Any:
+    p = jax.nn.softmax(_rms(x @ W))
+    return jnp.sum(jnp.where(p >= p.max(1, keepdims=True), jnp.log(p), p)), p.max(1)
+
+
+def _pairs(x: jax.Array) -> Any:
+    h = _rms(x @ W).sum(1)
+    hinge = jnp.maximum(h[:, None] - h[None, :], 0.0)
+    return jnp.sum(hinge * jnp.sin(h)), hinge
+
+
+def _rounded(x: jax.Array) -> Any:
+    h = _rms(x @ W)
+    q = jnp.round(h * 8) / 8
+    index = jnp.floor(h * 4).astype(jnp.int32) % 7
+    return jnp.sum(jnp.sin(q * h) * jnp.cos(jnp.arange(7.0))[index]), (q, index)
+
+
+def _chosen(x: jax.Array) -> Any:
+    h = jax.nn.gelu(x @ W)
+    best = jnp.argmax(h, axis=1)
+    hot = jax.nn.one_hot(best, 32)
+    return jnp.sum(jnp.sin(h @ W) * hot) + jnp.sum(jnp.cos(h)[jnp.arange(16), best]), best
+
+
+def _running_maximum(x: jax.Array) -> Any:
+    top = jax.lax.cummax(_rms(x @ W), axis=0)
+    return jnp.sum(jnp.sin(top)), top
+
+
+def _carried_maximum(x: jax.Array) -> Any:
+    def step(top: jax.Array, row: jax.Array) -> Any:
+        row = _rms(row @ W)
+        top = jnp.maximum(top, row)
+        return top, jnp.sin(top)
+
+    top, rows = jax.lax.scan(step, jnp.full((32,), -1.0), x)
+    return jnp.sum(rows), top
+
+
+def _mask_in_a_loop(x: jax.Array) -> Any:
+    h = _rms(x @ W)
+    top = h.max(0)
+
+    def step(total: jax.Array, shift: jax.Array) -> Any:
+        return total + jnp.where(h == top, jnp.sin(h + shift), 0.0).sum(), None
+
+    return jax.lax.scan(step, 0.0, jnp.arange(3.0))[0], top
+
+
+def _updated(x: jax.Array) -> Any:
+    h = _rms(x @ W)
+    steps = jnp.floor(4 * h[0]).astype(jnp.int32).at[2:5].apply(lambda v: 3 * v)
+    y = h.at[jnp.array([1, 1, 3])].max(h[:3])
+    return jnp.sum(jnp.sin(y) * steps), (y, steps)
+
+
+PROGRAMS: tuple[Callable[[jax.Array], Any], ...] = (
+    _above_the_kth,
+    _carried_maximum,
+    _chosen,
+    _clipped_layers,
+    _column_maxima,
+    _is_the_largest,
+    _mask_in_a_loop,
+    _maximum_of_relatives,
+    _pairs,
+    _ranked,
+    _rectified_difference,
+    _returned_clip,
+    _returned_maximum,
+    _rounded,
+    _running_maximum,
+    _segment_maxima,
+    _updated,
+)
+POLICIES: dict[str, dict[str, Any]] = {
+    "echo": {"remat_policy": "echo"},
+    "full": {"remat_policy": "full"},
+    "min_cut": {"remat_policy": "min_cut"},
+    "roofline": {"remat_policy": MinCut(heavy="roofline", memory_weight=8)},
+    "revolve": {"remat_policy": "revolve"},
+    "sublinear": {"remat_policy": "sublinear"},
+    "starts": {"remat_policy": Ilp(method="starts"), "budget": 0.8},
+    "half": {"remat_policy": "ilp", "budget": 0.5},
+    "policy": {"remat_policy": "min_cut", "lowering": "policy"},
+    "policy_full": {"remat_policy": "full", "lowering": "policy"},
+}
+
+
+# Every program meets a third of the policies, every policy a third of the programs.
+PAIRS = [
+    pytest.param(program, policy, id=f"{program.__name__.strip('_')}-{policy}")
+    for (i, program), (j, policy) in itertools.product(enumerate(PROGRAMS), enumerate(POLICIES))
+    if (i + j) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("program", "policy"), PAIRS)
+def test_gradients_are_those_of_plain_jax(program: Callable[..., Any], policy: str) -> None:
+    expected = jax.jit(jax.grad(program, has_aux=True))(X)
+    try:
+        found = jax.jit(jax.grad(remat.checkpoint(program, **POLICIES[policy]), has_aux=True))(X)
+    except BudgetError:
+        return  # refused aloud
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), expected, found
+    )
+
+
+def _once(function: Callable[..., Any], *args: Any) -> list[str]:
+    graph = remat.plan(function, *args).graph
+    return [op.name for op in graph.ops if op.decision]
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda x: jnp.sum(jnp.sin(x @ W).max(0)), ["eq"]),
+        (lambda x: jnp.sum(jnp.sort(jnp.sin(x), axis=0)[:3] ** 2), ["sort"]),
+        (lambda x: jnp.sum(jnp.sin(x)[jnp.argmax(jnp.sin(x), 0), 0] ** 2), ["argmax"]),
+        (lambda x: jnp.sum(jnp.round(jnp.sin(x)) * x), ["round"]),
+        # Thresholds: one instance, nothing to mix.
+        (lambda x: jnp.sum(jax.nn.relu(jnp.sin(x @ W)) ** 2), []),
+        (lambda x: jnp.sum(jnp.clip(jnp.sin(x), -0.5, 0.5) ** 2), []),
+        (lambda x: jnp.sum(jnp.abs(jnp.sin(x) - jnp.sin(x).mean()) ** 3), []),
+        # The same bits whenever they are made: arguments, and what exact operators make of them.
+        (lambda x: jnp.sum(jnp.sin(jnp.sort(x, axis=0)) * jnp.sin(x.max(0))), []),
+        (lambda x: jnp.sum(jnp.sin(x) * (x == x.max(0))), []),
+    ],
+)
+def test_what_is_made_once(function: Callable[..., Any], names: list[str]) -> None:
+    assert _once(function, X) == names
+
+
+def test_relatives_are_compared_once() -> None:
+    """Two values of one origin can be equal by construction, values of different origins cannot."""
+
+    def related(x: jax.Array) -> jax.Array:
+        h = x @ W
+        return jnp.sum(jnp.where(jnp.sin(h) > jnp.tanh(h), h, 0.0) ** 2)
+
+    def unrelated(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(jnp.sin(x @ W) > jnp.tanh(x @ W.T), x, 0.0) ** 2)
+
+    def on_one(x: jax.Array) -> jax.Array:
+        h = jnp.exp(x @ W)
+        return jnp.sum(jnp.where(h / h.max() >= 1, jnp.sin(h), h))
+
+    assert _once(on_one, X) == ["ge"]
+    assert _once(related, X) == ["gt"]
+    assert _once(unrelated, X) == []
+
+
+def test_masks_of_extrema_say_what_they_compare() -> None:
+    special = jnp.array([-1, 0.0, -0.0, 0.1, 2, jnp.nan, jnp.inf, -jnp.inf])
+    x, y = (v.ravel() for v in jnp.meshgrid(special, special))
+    weights = jnp.arange(1.0, x.size + 1)
+    for function in (
+        jnp.maximum,
+        lambda x, y: jnp.minimum(2 * x, y),
+        lambda x, y: jnp.clip(y, x, 0.3),
+        lambda x, y: jnp.maximum(0.1, x) * y,
+    ):
+
+        def total(x: jax.Array, y: jax.Array, function: Any = function) -> jax.Array:
+            return jnp.sum(function(x, y) * weights)
+
+        expected = jax.grad(total, (0, 1))(x, y)
+        found = jax.grad(remat.checkpoint(total), (0, 1))(x, y)
+        jax.tree.map(np.testing.assert_array_equal, expected, found)
+    graph = remat.plan(lambda x: jnp.sum(jnp.clip(jnp.sin(x), -0.5, 0.5) ** 2), X).graph
+    assert "eq" not in {op.name for op in graph.ops}
+
+
+def _making(graph: Graph, op: int) -> Iterator[Step]:
+    """The steps that run an operator and all that it needs."""
+    for value in graph.ops[op].inputs:
+        producer = graph.values[value].producer
+        if producer is not None:
+            yield from _making(graph, producer)
+    yield Step("compute", op)
+
+
+def test_the_simulator_rejects_a_second_decision() -> None:
+    plan = remat.plan(lambda x: jnp.sum(jnp.sin(x @ W).max(0) ** 2), X, remat_policy="full")
+    decision = next(op for op in plan.graph.ops if op.decision)
+    again = (*_making(plan.graph, decision.id), *plan.schedule.backward)
+    with pytest.raises(ScheduleError, match="eq may not run again: it decides by the last bit"):
+        simulate(plan.graph, Schedule((*plan.schedule.forward, Step("turn"), *again)))
+
+
+def test_a_decision_is_not_reported_as_something_unknown() -> None:
+    plan = remat.plan(lambda x: jnp.sum(jnp.sin(x @ W).max(0) ** 2), X)
+    assert not plan.opaque
+    kept = {entry.op: entry for entry in plan.saved}
+    assert kept["eq"].form == "bits" and "made once" in kept["eq"].why
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.sum(jnp.interp(jnp.sin(x), jnp.linspace(-1, 1, 7), jnp.arange(7.0) ** 2)),
+        lambda x: jnp.sum(x * jnp.searchsorted(jnp.linspace(-1, 1, 7), jnp.sin(x))),
+        lambda x: jnp.sum(jax.scipy.linalg.expm(jnp.outer(x, x))),
+        lambda x: jnp.sum(x * remat.checkpoint(lambda y: jnp.argsort(jnp.sin(y)))(x)),
+    ],
+    ids=["interp", "searchsorted", "expm", "indices"],
+)
+def test_rooms_of_integers_run_as_they_are(function: Callable[..., Any], lowering: str) -> None:
+    x = jnp.array([0.3, -0.2, 0.7])
+    found = jax.grad(remat.checkpoint(function, lowering=lowering))(x)
+    np.testing.assert_allclose(found, jax.grad(function)(x), rtol=1e-5)
+
+
+def _with_a_while_loop(x: jax.Array) -> jax.Array:
+    def step(state: Any) -> Any:
+        return state[0] + 1, jnp.cos(state[1]) * x
+
+    return jnp.sum(jax.lax.while_loop(lambda state: state[0] < 3, step, (0, x))[1])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_policy_lowering_plans_only_what_is_differentiated(wrap: Any) -> None:
+    x = jnp.array([0.3, -0.2, 0.7])
+    loop = wrap(remat.checkpoint(_with_a_while_loop, lowering="policy"))
+    np.testing.assert_allclose(loop(x), _with_a_while_loop(x), rtol=1e-6)
+    expected = jax.jvp(_with_a_while_loop, (x,), (x,))
+    np.testing.assert_allclose(jax.jvp(loop, (x,), (x,)), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(loop)(x)
+
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jnp.cos(x) @ jnp.cos(x).T))
+
+    tight = wrap(remat.checkpoint(product, remat_policy="ilp", budget="10B", lowering="policy"))
+    np.testing.assert_allclose(tight(X), product(X), rtol=1e-5)
+    with pytest.raises(BudgetError, match="10 bytes"):
+        jax.grad(tight)(X)
