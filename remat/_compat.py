@@ -10,9 +10,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.export
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
@@ -33,11 +35,13 @@ __all__ = [
     "comparison_like",
     "cotangent_of",
     "cuda_data_dir",
+    "equation_with_sizes",
     "evaluate_equation",
     "has_ordered_effects",
     "in_loop_body",
     "is_forward_only",
     "is_literal",
+    "is_symbolic",
     "is_tracer",
     "jax_checkpoint",
     "name_of",
@@ -57,6 +61,7 @@ __all__ = [
     "traced_value_of",
     "uses_references",
     "varying_axes",
+    "with_sizes",
     "zeros_of",
 ]
 
@@ -323,7 +328,7 @@ def run_scan(parts: ScanParts, body: Any, operands: Sequence[Any]) -> list[Any]:
         step,
         init,
         xs,
-        length=parts.length,
+        length=None if xs else parts.length,  # which may be symbolic
         reverse=parts.reverse,
         unroll=parts.unroll,
         _split_transpose=parts.split_transpose,
@@ -463,6 +468,42 @@ def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn
     """Returns the equation of another comparison, `ge` or `le`, in the place of one, with other operands."""
     primitive = {"ge": jax.lax.ge_p, "le": jax.lax.le_p}[name]
     return eqn.replace(primitive=primitive, invars=list(invars))
+
+
+def is_symbolic(aval: Any) -> bool:
+    """Whether an abstract value has a dimension that is not known (`jax.export.symbolic_shape`)."""
+    return any(map(jax.export.is_symbolic_dim, getattr(aval, "shape", ())))
+
+
+def with_sizes(param: Any, size: int) -> Any:
+    """Returns a dimension, an abstract value or a parameter with `size` for every unknown dimension in it."""
+    if jax.export.is_symbolic_dim(param):
+        sizes: Any = {name: size for name in param._get_vars()}
+        return int(param._evaluate(sizes))
+    if isinstance(param, _core.ShapedArray):
+        return param.update(shape=with_sizes(param.shape, size)) if is_symbolic(param) else param
+    inner = getattr(param, "jaxpr", param)
+    if inner is not param:
+        return param.replace(jaxpr=with_sizes(inner, size))
+    if hasattr(param, "eqns"):
+        return param.replace(eqns=[equation_with_sizes(eqn, size) for eqn in param.eqns])
+    if type(param) in (tuple, list):
+        return type(param)(with_sizes(item, size) for item in param)
+    return param
+
+
+def equation_with_sizes(eqn: JaxprEqn, size: int) -> JaxprEqn:
+    """Returns an equation, to be looked at and not to be run, with `size` for every unknown dimension."""
+
+    def sized(atom: Any) -> Any:
+        known = is_literal(atom) or not is_symbolic(atom.aval)
+        return atom if known else SimpleNamespace(aval=with_sizes(atom.aval, size))
+
+    return eqn.replace(
+        invars=list(map(sized, eqn.invars)),
+        outvars=list(map(sized, eqn.outvars)),
+        params={name: with_sizes(param, size) for name, param in eqn.params.items()},
+    )
 
 
 def is_forward_only(error: ValueError) -> bool:

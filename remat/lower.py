@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
 from remat.encode import decode, encode
-from remat.errors import DifferentiationError
+from remat.errors import BudgetError, DifferentiationError
 from remat.forms import form_of
 from remat.graph import Graph, Implementations, Op, Site, Value
 from remat.interrupt import interrupted, planning
@@ -39,6 +39,7 @@ from remat.program import (
 )
 from remat.rewrite import Menu
 from remat.rules import RULES
+from remat.symbolic import STAND_IN, has_symbols
 from remat.trace import Joint, trace_joint
 
 __all__ = ["Planner", "Staged", "StagedFunction"]
@@ -289,6 +290,11 @@ class StagedFunction:
         return found
 
     def _plan(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
+        if self.planner.has_budget and has_symbols(self.primal):
+            raise BudgetError(
+                "a budget cannot be held for shapes with symbolic dimensions: how many bytes the function takes is "
+                "not known before they are. Leave budget= out, or export the function for concrete shapes."
+            )
         planner = self.planner.begin()
         while True:
             staged = self._plan_once(inputs, perturbed, planner)
@@ -305,7 +311,7 @@ class StagedFunction:
         traces = _Traces(self, inputs, perturbed, planner)
         joint = traces.joint(frozenset())
         if not self.name_values:  # a policy of jax chooses among the values of the program as it is
-            menu = Menu(joint, RULES, traces)
+            menu = Menu(joint, () if has_symbols(self.primal) else RULES, traces)
             joint = menu.joint(planner.sites(menu))
         loops = traces.loops(joint)
         joint = replace(
@@ -435,8 +441,9 @@ class _Loops:
             inline_checkpoints=self.room.inline_checkpoints,
             keep=operator_substitution.called_by_name(),
         )
-        function = self._function(body, planner, parts, parts.length)
-        self.found[path] = (parts.length, 1, function)
+        length = _compat.with_sizes(parts.length, STAND_IN)
+        function = self._function(body, planner, parts, length)
+        self.found[path] = (length, 1, function)
         return _compat.run_scan(parts, function, operands)
 
     def _rest(self, path: str, parts: _compat.ScanParts, operands: Sequence[Any]) -> Sequence[Any]:

@@ -43,6 +43,11 @@ class Planner(Protocol):
         """Whether planning may take long: Ctrl-C then ends it early, with the best plan so far."""
         ...
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether plans are held to a budget."""
+        ...
+
     def begin(self) -> Planner:
         """Returns the planner of one function and its loops; it may remember what it has seen."""
         ...
@@ -93,6 +98,11 @@ class SteadyPlanner:
     @property
     def takes_long(self) -> bool:
         """One look is quick."""
+        return False
+
+    @property
+    def has_budget(self) -> bool:
+        """Plans may take what they take."""
         return False
 
     def begin(self) -> Self:

@@ -83,6 +83,11 @@ class PolicyPlanner(SteadyPlanner):
         """Whether there is a budget and the policy can plan within one: seconds to minutes."""
         return self.budget is not None and isinstance(self.policy, BudgetPolicy)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a budget, whoever plans within it."""
+        return self.budget is not None
+
     def begin(self) -> PolicyPlanner | BudgetSession:
         """Returns a new session if there is a budget and the policy can plan within one."""
         if self.budget is not None and isinstance(self.policy, BudgetPolicy):

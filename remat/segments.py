@@ -19,8 +19,9 @@ from remat import _compat
 from remat.classify import classify_equation
 from remat.errors import PlanError
 from remat.plan import Plan, primal_name
-from remat.primitives import OpClass
+from remat.primitives import OpClass, aval_bytes
 from remat.program import Program, evaluate, program_of
+from remat.symbolic import STAND_IN
 
 __all__ = ["annotate_program", "differentiable_flags"]
 
@@ -89,7 +90,8 @@ def _names(program: Program, plan: Plan) -> dict[int, str]:
             continue
         primal = value.primal
         aval = program.avals[primal] if primal is not None and primal < len(program.avals) else None
-        if primal is None or aval is None or tuple(aval.shape) != value.shape:
+        shape = None if aval is None else tuple(_compat.with_sizes(aval, STAND_IN).shape)
+        if primal is None or shape != value.shape:
             raise PlanError(
                 f"this plan was made for another function: it keeps {value.label} as value {primal}, "
                 f"which here is {aval}. Plan again with remat.plan(..., lowering='policy')."
@@ -108,7 +110,7 @@ def _outside(equation: Any) -> bool:
     eqn = equation.source
     if _compat.scan_parts(eqn) is not None:
         return True
-    cost = classify_equation(eqn)
+    cost = classify_equation(_compat.equation_with_sizes(eqn, STAND_IN))
     return not cost.recomputable and cost.op_class is not OpClass.CALL
 
 
@@ -139,8 +141,7 @@ def _regions(program: Program, kept: set[int]) -> list[_Region]:
 
 
 def _nbytes(aval: Any) -> int:
-    size = getattr(aval, "size", 0)
-    return int(size) * int(getattr(getattr(aval, "dtype", None), "itemsize", 1) or 1)
+    return aval_bytes(_compat.with_sizes(aval, STAND_IN))
 
 
 def _part(program: Program, region: _Region, names: Mapping[int, str]) -> Program:

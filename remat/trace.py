@@ -34,6 +34,7 @@ from remat.program import (
     without_dead_code,
 )
 from remat.ranges import integer_ranges
+from remat.symbolic import has_symbols, with_stand_ins
 
 __all__ = [
     "Joint",
@@ -227,7 +228,10 @@ def _graph_of(
     program: Program, num_inputs: int, num_outputs: int, multiplicity: int, primal_only: bool
 ) -> Graph:
     inputs, cotangents = program.inputs[:num_inputs], program.inputs[num_inputs:]
-    ranges = integer_ranges(program)
+    runs = program
+    if has_symbols(runs):
+        program = with_stand_ins(runs)
+    ranges = {} if program is not runs else integer_ranges(program)
     backward = set(cotangents)
     producer: dict[int, int] = {}
     ops: list[Op] = []
@@ -245,17 +249,21 @@ def _graph_of(
             room = _workspace_bytes(equation.source, op.swapped, is_reversed)
             op = replace(op, workspace_bytes=room)
         ops.append(op)
+    values = [
+        _value_of(
+            program,
+            i,
+            producer.get(i),
+            ranges.get(i),
+            primal_only and _chosen(ops, producer.get(i)),
+        )
+        for i in range(len(program.avals))
+    ]
+    for index, aval in enumerate(runs.avals):
+        if _compat.is_symbolic(aval):  # codes are laid out for one size
+            values[index] = replace(values[index], form="raw")
     graph = Graph(
-        values=tuple(
-            _value_of(
-                program,
-                i,
-                producer.get(i),
-                ranges.get(i),
-                primal_only and _chosen(ops, producer.get(i)),
-            )
-            for i in range(len(program.avals))
-        ),
+        values=tuple(values),
         ops=tuple(ops),
         inputs=inputs,
         cotangents=cotangents,

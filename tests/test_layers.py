@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("calls",),
     ("devices", "graph", "hlo", "target", "program", "stablehlo"),
     ("classify",),
-    ("forms", "ranges", "decisions", "toolchain"),
+    ("forms", "ranges", "decisions", "symbolic", "toolchain"),
     ("plan", "cost", "hlo_flops", "trip_count", "encode"),
     ("schedule", "simulate", "memory", "report", "kernels", "planner"),
     ("opaque",),
