@@ -483,9 +483,9 @@ def with_sizes(param: Any, size: int) -> Any:
     if isinstance(param, _core.ShapedArray):
         return param.update(shape=with_sizes(param.shape, size)) if is_symbolic(param) else param
     inner = getattr(param, "jaxpr", param)
-    if inner is not param:
+    if inner is not param and hasattr(param, "replace"):
         return param.replace(jaxpr=with_sizes(inner, size))
-    if hasattr(param, "eqns"):
+    if inner is param and hasattr(param, "eqns"):
         return param.replace(eqns=[equation_with_sizes(eqn, size) for eqn in param.eqns])
     if type(param) in (tuple, list):
         return type(param)(with_sizes(item, size) for item in param)
@@ -499,6 +499,8 @@ def equation_with_sizes(eqn: JaxprEqn, size: int) -> JaxprEqn:
         known = is_literal(atom) or not is_symbolic(atom.aval)
         return atom if known else SimpleNamespace(aval=with_sizes(atom.aval, size))
 
+    if not any(is_symbolic(getattr(var, "aval", None)) for var in (*eqn.invars, *eqn.outvars)):
+        return eqn
     return eqn.replace(
         invars=list(map(sized, eqn.invars)),
         outvars=list(map(sized, eqn.outvars)),

@@ -42,7 +42,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import _compat
+from remat.classify import classify_equation
 from remat.graph import Graph, Op, Value
+from remat.primitives import TABLE
 from remat.program import Atom, Equation, Program, is_inexact
 
 __all__ = ["compare_operands", "with_decisions"]
@@ -65,6 +67,7 @@ _COMPARISONS = _names("eq eq_to ge gt le le_to lt lt_to ne")
 # Results jump where elements of one operand cross each other.
 _TIES = _names("select_and_gather_add select_and_scatter select_and_scatter_add")
 _THRESHOLDS = _COMPARISONS | _TIES | {"is_finite", "sign"}
+_DECISIVE = _THRESHOLDS | _JUMPS
 # What `x == op(x, y)` says of x and y.
 _EXTREMA = {"max": "ge", "min": "le"}
 # The same bits from the same operands in whatever kernel.
@@ -222,6 +225,8 @@ class _Search:
             return False
         if _jumps(op.name, reads, makes) or _decides_inside(equation):
             return True
+        if op.name not in TABLE and classify_equation(equation.source).steps & _DECISIVE:
+            return True
         to_bool = op.name == "convert_element_type" and makes[0] == jnp.bool_
         if not (to_bool or op.name in _THRESHOLDS):
             return False
@@ -239,7 +244,7 @@ class _Search:
     def _read_backward(self, op: Op, equation: Equation) -> None:
         """What reads a cotangent runs once, but it may decide by values that the backward pass makes again."""
         ties = op.name in _TIES
-        if not (ties or op.name in _THRESHOLDS or op.name in _JUMPS or _decides_inside(equation)):
+        if not (op.name in _DECISIVE or _decides_inside(equation)):
             return
         read = [v for v in dict.fromkeys(op.inputs) if v in self.origins]
         operands = self._operands(read)
@@ -349,7 +354,7 @@ def _decides_inside(equation: Equation) -> bool:
 def _body_decides(body: Any) -> bool:
     for eqn in _compat.open_jaxpr(body)[0].eqns:
         reads_float = any(is_inexact(getattr(var, "aval", None)) for var in eqn.invars)
-        if reads_float and eqn.primitive.name in _THRESHOLDS | _JUMPS:
+        if reads_float and eqn.primitive.name in _DECISIVE:
             return True
         if any(map(_body_decides, _compat.sub_jaxprs(eqn))):
             return True

@@ -79,6 +79,7 @@ class OpCost:
         known: the primitive is in `TABLE` and its flops could be counted, or its lowering is understood.
         recomputable: may run a second time in the backward pass.
         reason: why it may not, or what is not known about it; empty otherwise.
+        steps: the primitives that one without a row consists of, by its lowering.
     """
 
     op_class: OpClass
@@ -90,6 +91,7 @@ class OpCost:
     known: bool
     recomputable: bool
     reason: str
+    steps: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

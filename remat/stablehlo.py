@@ -32,11 +32,13 @@ class _Part:
 
     Attributes:
         cost: of the primitive that it is the lowering of.
+        step: that primitive; a cast of floats to integers is a rounding, one to booleans a comparison.
         moves: elements do not stay where they are; False for a constant or a scalar that is repeated.
         is_view: it only moves elements, or makes them from nothing.
     """
 
     cost: OpCost
+    step: str
     moves: bool
     is_view: bool
 
@@ -195,23 +197,31 @@ def _part(operation: Any, full_name: str, functions: Mapping[str, Any]) -> _Part
     ins = [_aval(value, full_name) for value in operation.operation.operands]
     outs = [_aval(value, full_name) for value in operation.operation.results]
     known = dialect in _DIALECTS or full_name == f"sdy.{_CONSTRAINT}"
-    cost = _cost(operation, full_name, ins, outs) if known else None
+    step, cost = _cost(operation, full_name, ins, outs) if known else ("", None)
     if cost is None:
         raise NotUnderstood(_described(operation, full_name))
+    if step == "convert_element_type" and _is_float(ins[0]) and not _is_float(outs[0]):
+        step = "ne" if outs[0].dtype.name == "i1" else "round"
     times = _operations_per_element(operation, full_name, functions)
     cost = replace(cost, flops=cost.flops * times)
     is_view = cost.op_class in (OpClass.VIEW, OpClass.METADATA)
     from_scalars = name in _VIEWS and all(aval_size(aval) == 1 for aval in ins)
-    return _Part(cost, moves=is_view and not from_scalars, is_view=is_view)
+    return _Part(cost, step, moves=is_view and not from_scalars, is_view=is_view)
 
 
-def _cost(operation: Any, full_name: str, ins: Sequence[Any], outs: Sequence[Any]) -> OpCost | None:
-    """Returns what one operation costs, None if it is not understood."""
+def _is_float(aval: Any) -> bool:
+    return not aval.dtype.name.startswith(("i", "u"))
+
+
+def _cost(
+    operation: Any, full_name: str, ins: Sequence[Any], outs: Sequence[Any]
+) -> tuple[str, OpCost | None]:
+    """Returns the primitive that an operation is the lowering of, and its cost; None if it is not understood."""
     name = full_name.partition(".")[2]
     parameters: dict[str, Any] = {}
     if name == "custom_call":
         if operation.attributes["call_target_name"].value not in _ANNOTATIONS:
-            return None
+            return name, None
         primitive = _CONSTRAINT
     elif name in _WITH_PARAMETERS:
         primitive, read = _WITH_PARAMETERS[name]
@@ -219,9 +229,9 @@ def _cost(operation: Any, full_name: str, ins: Sequence[Any], outs: Sequence[Any
     elif name in _PRIMITIVES:
         primitive = _PRIMITIVES[name]
     else:
-        return None
+        return name, None
     cost = classify(primitive, parameters, ins, outs)
-    return cost if cost.known else None
+    return primitive, cost if cost.known else None
 
 
 def _operations_per_element(operation: Any, name: str, functions: Mapping[str, Any]) -> int:
@@ -297,4 +307,5 @@ def _together(parts: Sequence[_Part]) -> OpCost:
         known=True,
         recomputable=all(cost.recomputable for cost in costs),
         reason=next((cost.reason for cost in costs if cost.reason), ""),
+        steps=frozenset(part.step for part in parts),
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from new_primitives import new_primitive
 
 import remat
 from remat.errors import BudgetError, ScheduleError
@@ -211,6 +212,18 @@ def _once(function: Callable[..., Any], *args: Any) -> list[str]:
 )
 def test_what_is_made_once(function: Callable[..., Any], names: list[str]) -> None:
     assert _once(function, X) == names
+
+
+def test_primitives_that_nobody_knows_decide_by_what_they_lower_to() -> None:
+    steps = new_primitive("half_steps", lambda x: jnp.floor(2 * x) / 2)
+    smooth = new_primitive("one_less_square", lambda x: (1 + x) * (1 - x))
+    casts = new_primitive("to_codes", lambda x: (4 * x).astype(jnp.int8).astype(x.dtype))
+    for primitive, names in ((steps, ["half_steps"]), (smooth, []), (casts, ["to_codes"])):
+
+        def total(x: jax.Array, primitive: Any = primitive) -> jax.Array:
+            return jnp.sum(jnp.sin(x * jax.lax.stop_gradient(primitive(jnp.sin(x)))))
+
+        assert _once(total, X) == names
 
 
 def test_relatives_are_compared_once() -> None:
