@@ -34,8 +34,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Imports `remat.linen` and `remat.nnx` when they are first used: they need Flax."""
-    if name in ("linen", "nnx"):
+    """Imports `remat.linen`, `remat.nnx` and `remat.equinox` when first used: they need Flax or equinox."""
+    if name in ("linen", "nnx", "equinox"):
         import importlib
 
         return importlib.import_module(f"remat.{name}")

@@ -38,8 +38,10 @@ __all__ = [
     "equation_with_sizes",
     "evaluate_equation",
     "has_ordered_effects",
+    "holds_backward_pass",
     "in_loop_body",
     "is_forward_only",
+    "is_gradient",
     "is_literal",
     "is_symbolic",
     "is_tracer",
@@ -66,6 +68,7 @@ __all__ = [
 ]
 
 JaxprEqn = Any
+_grad_code = inspect.unwrap(jax.grad).__code__
 
 CPU_UNDOES_REMATERIALIZATION: bool = _lib.version < (0, 11, 1)
 """Whether XLA:CPU deletes optimization barriers before it looks for common subexpressions.
@@ -245,6 +248,30 @@ def calls_derivative_rules(eqns: Sequence[JaxprEqn]) -> bool:
     return any(
         name_of(eqn).startswith("custom_vjp")
         or any(calls_derivative_rules(open_jaxpr(body)[0].eqns) for body in sub_jaxprs(eqn))
+        for eqn in eqns
+    )
+
+
+def is_gradient(fun: Any) -> bool:
+    """Whether a function is what `jax.grad` or `jax.value_and_grad` returns, jitted or not."""
+    made = ("grad", "value_and_grad")
+    for _ in range(100):
+        code = getattr(fun, "__code__", None)
+        is_jaxs = code is not None and code.co_filename == _grad_code.co_filename
+        if is_jaxs and code.co_qualname.partition(".<locals>")[0] in made:
+            return True
+        inner = getattr(fun, "__wrapped__", None) or getattr(fun, "func", None)
+        if inner is None:
+            return False
+        fun = inner
+    return False
+
+
+def holds_backward_pass(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether some equation was made by transposition: part of a gradient's backward pass, at any depth."""
+    return any(
+        "transpose(" in scope_of(eqn)
+        or any(holds_backward_pass(open_jaxpr(body)[0].eqns) for body in sub_jaxprs(eqn))
         for eqn in eqns
     )
 

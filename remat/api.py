@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,46 +17,34 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
-from remat.calls import Call, Filter, flatten_call, is_array, number_notes
+from remat.calls import Call, Filter, Results, flatten_call, number_notes, split_results
 from remat.errors import BudgetError, PolicyError, RematWarning, TraceError, nearest
 from remat.interrupt import Progress, planning
+from remat.jitted import has_nnx_modules
 from remat.lower import Planner, StagedFunction
 from remat.override import active_attempt
 from remat.plan import Plan
-from remat.program import evaluate, lift_tracers, tags_of
+from remat.program import Program, evaluate, lift_tracers, tags_of
 from remat.resolve import JaxPolicy, Off, PlanPlanner, PolicyPlanner, budget_hint, resolve
 from remat.segments import annotate_program, differentiable_flags
 from remat.trace import check_differentiable, trace_primal
 
-__all__ = ["UNSET", "check_options", "checkpoint", "chosen_policy", "plan"]
+__all__ = [
+    "UNSET",
+    "Chooser",
+    "check_options",
+    "checkpoint",
+    "checkpoint_filtered",
+    "chosen_policy",
+    "plan",
+    "plan_call",
+]
+
+Chooser = Callable[[Call], Sequence[bool]]
+"""Says of every array of a call whether it is differentiated."""
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 _CACHE_SIZE = 512
-
-
-@dataclass(frozen=True)
-class _Results:
-    """What a function returns: the structure, and the leaves that are no arrays, by index."""
-
-    tree: Any
-    fixed: dict[int, Any]
-
-    def rebuild(self, arrays: Iterable[Any]) -> Any:
-        # A number in the program is one when it is evaluated, too; jax's functions return arrays.
-        given = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays)
-        count = self.tree.num_leaves
-        leaves = [self.fixed[i] if i in self.fixed else next(given) for i in range(count)]
-        return jax.tree.unflatten(self.tree, leaves)
-
-
-def _split_results(results: Any, is_traced: Filter | None) -> tuple[list[Any], _Results]:
-    leaves, tree = jax.tree.flatten(results)
-    if is_traced is None:  # numbers become arrays, as they do in `jax.checkpoint`
-        flags = [isinstance(leaf, bool) or is_array(leaf) for leaf in leaves]
-    else:
-        flags = [is_traced(leaf) for leaf in leaves]
-    fixed = {i: leaf for i, leaf in enumerate(leaves) if not flags[i]}
-    return [leaf for i, leaf in enumerate(leaves) if flags[i]], _Results(tree, fixed)
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,7 @@ class _Traced:
     """A function traced for one kind of call."""
 
     function: StagedFunction
-    results: _Results
+    results: Results
     lifted: tuple[Any, ...]
     by_policy: bool
 
@@ -195,7 +184,7 @@ class _Wrapped:
 
         def flat(*leaves: Any) -> tuple[list[Any], Any]:
             args, kwargs = rebuild(leaves)
-            return _split_results(fun(*args, **kwargs), is_traced)
+            return split_results(fun(*args, **kwargs), is_traced)
 
         with _noting(call):
             program, results = trace_primal(
@@ -320,13 +309,34 @@ def checkpoint(
     wrapped = _Wrapped(
         fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
     )
+    return _rematted(wrapped)
 
-    @_named_like(fun)
+
+def _rematted(wrapped: _Wrapped) -> Callable[..., Any]:
+    @_named_like(wrapped.fun)
     def rematted(*args: Any, **kwargs: Any) -> Any:
         call = wrapped.flatten(args, kwargs)
         return wrapped.traced(call)(call.leaves)
 
     return rematted
+
+
+def checkpoint_filtered(
+    fun: Callable[..., Any],
+    is_traced: Filter,
+    *,
+    remat_policy: Any,
+    budget: int | float | str | None,
+    prevent_cse: bool,
+    lowering: str,
+    nested_checkpoints: str,
+) -> Callable[..., Any]:
+    """Returns `checkpoint(fun)` by a policy that plans, with a say in which leaves are traced."""
+    resolved = resolve(remat_policy, budget)
+    assert isinstance(resolved, (PolicyPlanner, PlanPlanner))
+    return _rematted(
+        _Wrapped(fun, resolved, (), (), prevent_cse, lowering, nested_checkpoints, is_traced)
+    )
 
 
 def _checking_names(
@@ -460,6 +470,41 @@ def plan(
     Raises:
         PolicyError, BudgetError, TraceError: as `remat.checkpoint`.
     """
+    options: dict[str, Any] = dict(
+        remat_policy=remat_policy,
+        budget=budget,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        prevent_cse=prevent_cse,
+        lowering=lowering,
+        nested_checkpoints=nested_checkpoints,
+        progress=progress,
+    )
+    if has_nnx_modules((args, kwargs)):
+        from remat import nnx
+
+        return nnx.plan_call(fun, args, kwargs, argnums, options)
+    nums, _ = _both_spellings(fun, _numbers(static_argnums), _names(static_argnames))
+    chosen = functools.partial(_differentiated, len(args), argnums, nums)
+    return plan_call(fun, args, kwargs, chosen, **options)
+
+
+def plan_call(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Chooser,
+    *,
+    remat_policy: Any,
+    budget: int | float | str | None,
+    static_argnums: int | Iterable[int],
+    static_argnames: str | Iterable[str],
+    prevent_cse: bool | Sequence[bool],
+    lowering: str,
+    nested_checkpoints: str,
+    progress: Progress | None,
+) -> Plan:
+    """Plans a call; `chosen` says what is differentiated, everything else is as in `plan`."""
     check_options(lowering, nested_checkpoints)
     resolved = resolve(remat_policy, budget)
     if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
@@ -471,22 +516,47 @@ def plan(
         fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
     )
     call = wrapped.flatten(args, kwargs)
+    wanted = chosen(call)
     traced = wrapped.traced(call)
-    chosen = _differentiated(call, len(args), argnums, wrapped.static_argnums)
     lifted = (False,) * len(traced.lifted)
     program = traced.function.primal
     flags = tuple(
         flag and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
-        for flag, v in zip((*lifted, *chosen), program.inputs, strict=True)
+        for flag, v in zip((*lifted, *wanted), program.inputs, strict=True)
     )
     check_differentiable(traced.function.whole, flags)
+    _warn_of_gradients(fun, traced.function.whole, flags)
     watched = planning(progress) if resolved.takes_long else nullcontext()
     with watched, _hinting(traced.function.planner):
         return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
 
 
+def _warn_of_gradients(fun: Callable[..., Any], program: Program, flags: Sequence[bool]) -> None:
+    """Warns if a function is a gradient already, or makes of the differentiated arguments others of their kind."""
+    reason = ""
+    if _compat.is_gradient(fun):
+        reason = "the function is a gradient already (jax.grad, jax.value_and_grad)"
+    elif _compat.holds_backward_pass([equation.source for equation in program.equations]):
+        kinds = Counter((a.shape, a.dtype) for a in program.output_avals)
+        given = [program.avals[v] for v, flag in zip(program.inputs, flags, strict=True) if flag]
+        wanted = Counter((aval.shape, aval.dtype) for aval in given)
+        is_loss = len(program.outputs) == 1 and not program.output_avals[0].shape
+        if wanted <= kinds and not is_loss:
+            reason = (
+                "the function differentiates, and returns as many arrays like those that are differentiated here: "
+                "gradients, or new parameters"
+            )
+    if reason:
+        warnings.warn(
+            f"{reason}, so that this plans its derivative, the second one of the loss. Plan the loss itself: "
+            "remat.plan(loss, ...). For a whole step see remat.fit and remat.compile_report",
+            RematWarning,
+            stacklevel=4,
+        )
+
+
 def _differentiated(
-    call: Call, count: int, argnums: int | Sequence[int], static: frozenset[int]
+    count: int, argnums: int | Sequence[int], static: frozenset[int], call: Call
 ) -> list[bool]:
     """For every array of a call with `count` positional arguments whether it is part of one of `argnums`."""
     given = (argnums,) if isinstance(argnums, int) else tuple(argnums)

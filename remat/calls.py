@@ -13,7 +13,7 @@ import enum
 import functools
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,17 @@ import numpy as np
 
 from remat.errors import TraceError
 
-__all__ = ["Call", "Filter", "flatten_call", "is_array", "key_of", "number_notes"]
+__all__ = [
+    "Call",
+    "Filter",
+    "Results",
+    "flatten_call",
+    "in_models",
+    "is_array",
+    "key_of",
+    "number_notes",
+    "split_results",
+]
 
 Filter = Callable[[Any], bool]
 """Whether a leaf is traced."""
@@ -66,6 +76,36 @@ class Call:
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
+@dataclass(frozen=True)
+class Results:
+    """What a function returns: the structure, and the leaves that are no arrays, by index."""
+
+    tree: Any
+    fixed: dict[int, Any]
+
+    def rebuild(self, arrays: Iterable[Any]) -> Any:
+        """Puts the arrays back."""
+        # A number in the program is one when it is evaluated, too; jax's functions return arrays.
+        given = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays)
+        count = self.tree.num_leaves
+        leaves = [self.fixed[i] if i in self.fixed else next(given) for i in range(count)]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def split_results(results: Any, is_traced: Filter | None = None) -> tuple[list[Any], Results]:
+    """Splits what a function returns into arrays and the rest."""
+    leaves, tree = jax.tree.flatten(results)
+    flags = _traced_flags(leaves, tree, is_traced)
+    if is_traced is None and any(isinstance(leaf, bool) for leaf in leaves):
+        # Outside of models flags become arrays, like numbers and as in `jax.checkpoint`.
+        flags = [
+            flag or (isinstance(leaf, bool) and not field)
+            for flag, field, leaf in zip(flags, in_models(tree), leaves, strict=True)
+        ]
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not flags[i]}
+    return [leaf for i, leaf in enumerate(leaves) if flags[i]], Results(tree, fixed)
+
+
 def flatten_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -97,7 +137,7 @@ def flatten_call(
     moving = [i for i in range(len(args)) if i not in static]
     moving_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
     everything, tree = jax.tree.flatten((tuple(args[i] for i in moving), moving_kw))
-    traced = traced_flags(everything, tree, is_traced)
+    traced = _traced_flags(everything, tree, is_traced)
     fixed = {i: leaf for i, leaf in enumerate(everything) if not traced[i]}
     positional = [i for i, part in zip(moving, _parts(tree), strict=True) for _ in range(part)]
     owners = [*positional, *(None for _ in range(len(everything) - len(positional)))]
@@ -131,13 +171,13 @@ def _parts(tree: Any) -> list[int]:
     return [child.num_leaves for child in positional.children()]
 
 
-def traced_flags(leaves: Sequence[Any], tree: Any, is_traced: Filter | None) -> list[bool]:
+def _traced_flags(leaves: Sequence[Any], tree: Any, is_traced: Filter | None) -> list[bool]:
     """Returns for every leaf of a tree whether it is traced, as `flatten_call` has it."""
     if is_traced is not None:
         return [is_traced(leaf) for leaf in leaves]
     flags = [is_array(leaf) for leaf in leaves]
     if any(isinstance(leaf, _NUMBERS) for leaf in leaves):
-        fields = _in_models(tree)
+        fields = in_models(tree)
         flags = [
             flag and not (field and isinstance(leaf, _NUMBERS))
             for flag, field, leaf in zip(flags, fields, leaves, strict=True)
@@ -157,8 +197,13 @@ def is_array(leaf: Any) -> bool:
     return number or hasattr(leaf, "__jax_array__")
 
 
-def _in_models(tree: Any) -> list[bool]:
-    """Returns for every leaf whether it lies in a node of a registered class, outside of Python's containers."""
+def in_models(tree: Any, package: str | None = None) -> list[bool]:
+    """Returns for every leaf whether it is part of a model: a node of a registered class, no container of Python's.
+
+    Args:
+        tree: a structure.
+        package: if given, only classes that come from it, or from a class of it, are models.
+    """
     found: list[bool] = []
 
     def walk(node: Any, inside: bool) -> None:
@@ -166,13 +211,19 @@ def _in_models(tree: Any) -> list[bool]:
         if data is None:
             found.extend([inside] * node.num_leaves)
             return
-        kind = data[0]
-        is_plain = kind in _CONTAINERS or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+        inside = inside or _is_model(data[0], package)
         for child in node.children():
-            walk(child, inside or not is_plain)
+            walk(child, inside)
 
     walk(tree, False)
     return found
+
+
+def _is_model(kind: type, package: str | None) -> bool:
+    if package is not None:
+        return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
+    is_named = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return not (is_named or kind in _CONTAINERS)
 
 
 def key_of(value: Any) -> Any:

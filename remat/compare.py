@@ -17,12 +17,12 @@ from typing import Any
 import jax
 
 from remat.api import checkpoint, plan
-from remat.compile import compile_report
+from remat.compile import compile_report, target_device
 from remat.interrupt import Progress, or_log
 from remat.plan import Plan
 from remat.policies.base import Policy, describe_options
 from remat.report import human_bytes, human_flops, human_seconds, table
-from remat.resolve import JaxPolicy, Off, resolve
+from remat.resolve import JaxPolicy, Off, priced_for, resolve
 
 __all__ = ["DEFAULT_POLICIES", "Row", "compare", "compare_table", "iter_compare"]
 
@@ -135,6 +135,7 @@ class _Job:
 
     def row(self, policy: Any) -> Row:
         row = Row(_label(policy))
+        policy = priced_for(policy, target_device(self.device))
         try:
             row = self._planned(row, policy)
             return self._compiled(row, policy) if self.compile else row

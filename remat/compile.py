@@ -31,10 +31,18 @@ from remat.compiled import CompileReport
 from remat.devices import Device, device_of_kind, get_device
 from remat.errors import CompileError
 from remat.hlo import Module, parse_module
+from remat.jitted import jitted
 from remat.kernels import Kernel, find_kernels
 from remat.toolchain import Missing, Plugin, find_plugin, how_to_install, missing_tools
 
-__all__ = ["CPU_COMPILER_OPTIONS", "CompileReport", "Kernel", "compile_report", "compiler_options"]
+__all__ = [
+    "CPU_COMPILER_OPTIONS",
+    "CompileReport",
+    "Kernel",
+    "compile_report",
+    "compiler_options",
+    "target_device",
+]
 
 CPU_COMPILER_OPTIONS: Mapping[str, str] = MappingProxyType(
     {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -97,8 +105,10 @@ def compile_report(
     """Compiles ``jax.jit(f)`` for arguments of these shapes and reports; nothing is executed.
 
     Args:
-        f: a function; if it is jitted already, it is compiled as it is.
-        *args: arrays, `jax.ShapeDtypeStruct`, pytrees of them, or static arguments.
+        f: a function; if it is jitted already, it is compiled as it is. With modules of NNX among the arguments it
+            is compiled by ``nnx.jit``, which keeps what it changes in them.
+        *args: arrays, `jax.ShapeDtypeStruct`, pytrees of them, models with leaves that are no arrays, or static
+            arguments.
         device: None for the attached default device; ``"cpu"``; or a GPU that need not be there,
             ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` (one device of it).
         static_argnums: as for `jax.jit`.
@@ -123,13 +133,23 @@ def compile_report(
     call = (tuple(shapes), target.shapes_of(kwargs))
     start = time.perf_counter()
     if target.sharding is None or any(map(_is_array, jax.tree.leaves(call))):
-        compiled = _compile(_jit(f, static, donated), *call, target, options)
+        step = jitted(f, *call, static, donated)
+        compiled = _compile(step, *call, target, options)
     else:
         here = jax.jit(functools.partial(f, *args, **kwargs), out_shardings=target.sharding)
         compiled = _compile(here, (), {}, target, options)
     seconds = time.perf_counter() - start
     notes = _argument_notes(target, (args, kwargs))
     return _report(compiled, target, options, seconds, notes)
+
+
+def target_device(name: str | None) -> Device | None:
+    """Returns the device that programs are compiled for: by name, or the attached one, None if it is not known.
+
+    Raises:
+        CompileError: no such device.
+    """
+    return device_of_kind(jax.devices()[0].device_kind) if name is None else get_device(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,23 +327,14 @@ def _register_cuda_plugin(module: str) -> None:
             os.environ[_SKIP_CHECK] = before
 
 
-def _jit(
-    f: Callable[..., Any], static_argnums: tuple[int, ...], donate_argnums: tuple[int, ...]
-) -> Any:
-    is_jitted = hasattr(f, "trace") and hasattr(f, "lower")
-    if is_jitted and not static_argnums and not donate_argnums:
-        return f
-    return jax.jit(f, static_argnums=static_argnums, donate_argnums=donate_argnums)
-
-
 def _compile(
-    jitted: Any,
+    step: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     target: _Target,
     options: Mapping[str, Any],
 ) -> jax.stages.Compiled:
-    traced = jitted.trace(*args, **kwargs)
+    traced = step.trace(*args, **kwargs)
     lowered = traced.lower() if target.is_attached else traced.lower(lowering_platforms=("cuda",))
     try:
         return lowered.compile(compiler_options=dict(options) or None)

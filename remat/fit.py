@@ -167,7 +167,8 @@ def fit(
         memory: of the device: bytes or `"80GiB"`; None takes the device's data sheet. Leave room for what is
             not in the program: other arrays, the allocator's fragmentation.
         device: as in `remat.compile_report`: None for the attached one, or a GPU that need not be there.
-        remat_policy: plans a step with one wrapped function: a policy of ours that plans within a budget.
+        remat_policy: plans a step with one wrapped function: a policy of ours that plans within a budget. Its
+            prices are those of `device`, unless it names a device itself.
             `"min_cut"`, or several wrapped functions, take minimum cuts at a common price of memory.
         max_compiles: at most so many compiles, 2 or more.
         static_argnums, donate_argnums: as in `jax.jit`.
@@ -243,7 +244,7 @@ def _limit_bytes(memory: int | str | None, device: str | None) -> int:
                 "memory=, bytes or a size ('80GiB')"
             )
         return known.memory_bytes
-    limit = parse_budget(memory)
+    limit = parse_budget(memory, "memory")
     if not isinstance(limit, int):
         raise BudgetError(f"memory={memory!r}: expected bytes or a size ('80GiB'), not a fraction")
     return limit

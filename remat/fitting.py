@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import jax
 
-from remat.compile import CompileReport, compile_report
+from remat.compile import CompileReport, compile_report, target_device
 from remat.errors import BudgetError, PolicyError
 from remat.interrupt import Progress, raise_interrupt
+from remat.jitted import jitted
 from remat.lower import Planner
 from remat.override import Attempt, Menus, PricePlanner, Use, choose_option
 from remat.pareto import smallest_plan
@@ -25,7 +26,7 @@ from remat.plan import Plan
 from remat.policies import MinCut, Unchanged
 from remat.policies.base import BudgetPolicy
 from remat.report import human_bytes
-from remat.resolve import PolicyPlanner, resolve
+from remat.resolve import PolicyPlanner, priced_for, resolve
 
 __all__ = ["Job", "Knob", "Options", "Trial", "choose_knob", "search", "too_large"]
 
@@ -154,18 +155,12 @@ class Job:
         options: Options,
     ) -> None:
         self.args, self.kwargs, self.options = args, kwargs, options
-        device = str(getattr(options.remat_policy, "device", "h200"))
+        self.resolved = resolve(priced_for(options.remat_policy, target_device(options.device)))
+        policy = getattr(self.resolved, "policy", None)
+        device = str(getattr(policy, "device", "h200"))
         self.menus, self.min_cut = Menus(device), MinCut(device=device)
-        is_jitted = hasattr(step, "trace") and hasattr(step, "lower")
-        chosen = options.static_argnums or options.donate_argnums
-        self.jitted: Any = (
-            step
-            if is_jitted and not chosen
-            else jax.jit(
-                step,
-                static_argnums=options.static_argnums,
-                donate_argnums=options.donate_argnums,
-            )
+        self.jitted: Any = jitted(
+            step, args, kwargs, options.static_argnums, options.donate_argnums
         )
         self.trials: list[Trial] = []
         self.compiled: dict[int, jax.stages.Compiled | None] = {}
@@ -261,8 +256,7 @@ class Knob(Protocol):
 
 def choose_knob(job: Job) -> Knob:
     """Finds out what is wrapped, by tracing, and how it can be planned."""
-    resolved = resolve(job.options.remat_policy)
-    policy = resolved.policy if isinstance(resolved, PolicyPlanner) else None
+    policy = job.resolved.policy if isinstance(job.resolved, PolicyPlanner) else None
     if not isinstance(policy, (BudgetPolicy, MinCut)):
         raise PolicyError(
             f"remat_policy={job.options.remat_policy!r} cannot be tightened: expected a policy that plans "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,12 +14,17 @@ try:
 except ImportError as error:  # pragma: no cover - exercised by the packaging test
     raise ImportError("remat.nnx needs Flax; install it with `pip install remat[flax]`") from error
 
+import jax
+
 from remat.api import UNSET, chosen_policy
 from remat.api import checkpoint as _checkpoint
+from remat.api import plan_call as _plan_call
+from remat.calls import is_array
 from remat.errors import TraceError
+from remat.plan import Plan
 from remat.resolve import JaxPolicy, Off, resolve
 
-__all__ = ["checkpoint", "remat"]
+__all__ = ["checkpoint", "plan_call", "remat"]
 
 
 def remat(
@@ -92,6 +98,62 @@ def remat(
         return lifted(*_positional(f, args, kwargs))
 
     return wrapper
+
+
+class _Planned(Exception):
+    """Ends a call that was made to be planned."""
+
+
+def plan_call(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int],
+    options: dict[str, Any],
+) -> Plan:
+    """`remat.plan` of a function of NNX modules: the plan that `remat.nnx.remat` makes of it under `nnx.grad`.
+
+    Of modules the `nnx.Param`s are differentiated, of other arguments all arrays, as by `nnx.grad`.
+    """
+    _check(f, None, None)
+    given = _positional(f, args, kwargs)
+    count = len(given)
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wanted = {i + count if i < 0 else i for i in wanted}
+    if any(not 0 <= i < count for i in wanted):
+        raise TraceError(
+            f"argnums={argnums!r} is out of range: the function was given {count} positional arguments"
+        )
+    made: list[Plan] = []
+
+    def planned(*pure: Any) -> Any:
+        flags = [
+            index in wanted and kept
+            for index, arg in enumerate(pure)
+            for leaf, kept in _parameters(arg)
+            if is_array(leaf)
+        ]
+        inner = general.merge_inputs(f, ctxtag="remat")
+        made.append(_plan_call(inner, pure, {}, lambda call: flags, **options))
+        raise _Planned
+
+    lifted = nnx.update_context("remat")(general.split_inputs(planned, ctxtag="remat"))
+    with contextlib.suppress(_Planned):
+        lifted(*given)
+    return made[0]
+
+
+def _parameters(arg: Any) -> list[tuple[Any, bool]]:
+    """The leaves of an argument, each with whether it is a parameter, or no part of a module."""
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    found: list[tuple[Any, bool]] = []
+    for node in jax.tree.leaves(arg, is_leaf=is_variable):
+        kept = not is_variable(node) or isinstance(node, nnx.Param)
+        found += [(leaf, kept) for leaf in jax.tree.leaves(node)]
+    return found
 
 
 def _check(f: Any, graph: bool | None, graph_updates: bool | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 from remat.api import plan as make_plan
@@ -255,7 +256,7 @@ def pareto(
     fun: Callable[..., Any],
     *args: Any,
     remat_policy: Any = "ilp",
-    budgets: Sequence[Budget] | None = None,
+    budgets: Sequence[Budget] | Budget | None = None,
     points: int = 8,
     progress: Progress | None = None,
     **options: Any,
@@ -269,8 +270,8 @@ def pareto(
         fun: any differentiable JAX function.
         *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
         remat_policy: a policy of ours that plans within a budget.
-        budgets: bytes, `"6GiB"`, or fractions of the peak without rematerialization; None spreads `points`
-            geometrically from the smallest peak found to that without rematerialization.
+        budgets: one or several: bytes, `"6GiB"`, or fractions of the peak without rematerialization; None spreads
+            `points` geometrically from the smallest peak found to that without rematerialization.
         points: how many budgets, if none are given; at least 2.
         progress: called with one line whenever something that takes time begins.
         **options: further arguments of `remat.plan` (`argnums`, `static_argnums`, ...), and keyword
@@ -302,7 +303,7 @@ def iter_pareto(
     fun: Callable[..., Any],
     *args: Any,
     remat_policy: Any = "ilp",
-    budgets: Sequence[Budget] | None = None,
+    budgets: Sequence[Budget] | Budget | None = None,
     points: int = 8,
     progress: Progress | None = None,
     **options: Any,
@@ -311,7 +312,9 @@ def iter_pareto(
 
     A later plan may improve an earlier point. The last curve is that of `pareto`.
     """
-    limits = None if budgets is None else [parse_budget(budget) for budget in budgets]
+    is_one = isinstance(budgets, (str, Real))  # not a sequence of its letters
+    several: Any = [budgets] if is_one else budgets
+    limits = None if several is None else [parse_budget(budget) for budget in several]
     if limits is not None and (not limits or None in limits):
         raise BudgetError(f"budgets={budgets!r}: expected at least one budget, none of them None")
     if limits is None and points < 2:

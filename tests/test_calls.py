@@ -70,7 +70,8 @@ def test_models_as_results() -> None:
         return dataclasses.replace(m, weight=m.weight * x.sum()), 2.0, {"name": "step"}
 
     got, number, rest = remat.checkpoint(step)(model(), X)
-    assert got.activation is jnp.tanh and got.rate == 0.25 and rest == {"name": "step"}
+    assert got.activation is jnp.tanh and rest == {"name": "step"}
+    assert (type(got.rate), type(got.depth), type(got.training)) == (float, int, bool)
     assert isinstance(number, jax.Array)
     np.testing.assert_allclose(got.weight, model().weight * X.sum(), rtol=1e-6)
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module imports from layers above its own line only, or from its own line where that makes no circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_compat", "interrupt", "primitives", "pooling"),
-    ("calls",),
+    ("calls", "jitted"),
     ("devices", "graph", "hlo", "target", "program", "stablehlo"),
     ("classify",),
     ("forms", "ranges", "decisions", "symbolic", "toolchain"),
@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("operator_substitution",),
     ("lower", "resolve"),
     ("segments", "override", "api"),
-    ("linen", "nnx", "compare", "measure", "pareto", "fitting", "fit", "batch", "lossy"),
+    ("linen", "nnx", "equinox", "compare", "measure", "pareto", "fitting", "fit", "batch", "lossy"),
     ("plot",),
     ("cli",),
     ("__main__",),
@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 DELAYED = {
     ("remat.plan", "remat.simulate"): "plan.timeline() replays the plan",
     ("remat.plan", "remat.report"): "str(plan) is the report",
+    ("remat.api", "remat.nnx"): "remat.plan of a function of NNX's modules",
     ("remat.plan", "remat.api"): "plan.annotate(f) applies the plan",
     ("remat.plan", "jax"): "plan.policy is a policy of jax",
     ("remat.plan", "remat.memory"): "a plan with its loops has another peak",
