@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -123,14 +123,16 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     compare.add_argument("--policies", type=_names, help="comma separated (default: six)")
     compare.add_argument("--device", help="cpu, a100, h100, h200, b200; default: what is attached")
-    for command in (plan, compare):
-        command.add_argument("--json", action="store_true", help="print one JSON document")
     pareto, fit = _add_pareto(commands), _add_fit(commands)
-    for command in (pareto, fit):
-        command.add_argument(
-            "--json", type=Path, metavar="FILE.json", help="write one JSON document; - prints it"
-        )
     for command in (plan, compare, pareto, fit):
+        command.add_argument(
+            "--json",
+            type=_json_place,
+            nargs="?",
+            const=Path("-"),
+            metavar="FILE.json",
+            help="print one JSON document instead of text; with a file, write it there besides",
+        )
         command.add_argument(
             "--argnums", type=_argnums, default=0, help="differentiated arguments: 0 or 0,2"
         )
@@ -195,6 +197,14 @@ def _add_policy(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _json_place(text: str) -> Path:
+    if text != "-" and not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a file *.json; to print the document, put --json behind TARGET"
+        )
+    return Path(text)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -228,7 +238,7 @@ def _plan(options: argparse.Namespace) -> int:
             function,
             *args,
             remat_policy=policy,
-            budget=_budget(options.budget),
+            budget=options.budget,
             argnums=options.argnums,
             progress=progress,
         )
@@ -237,7 +247,7 @@ def _plan(options: argparse.Namespace) -> int:
             plot.timeline(made, options.plot)
     if options.save is not None:
         made.to_json(options.save)
-    print(made.to_json() if options.json else report.describe(made, options.top))
+    _deliver(options.json, made.to_json, report.describe(made, options.top))
     return 0
 
 
@@ -275,17 +285,6 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _budget(text: str | None) -> int | float | str | None:
-    """`--budget 0.5` is a fraction and `--budget 5000` bytes, as the same Python literals are."""
-    return None if text is None else _number_or_text(text)
-
-
-def _number_or_text(text: str) -> int | float | str:
-    value = _value(text)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number else text
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -327,26 +326,24 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
     from remat.compile import CPU_COMPILER_OPTIONS
 
     device = options.device or jax.default_backend()
-    if options.json:
-        document = {
-            "format": "remat.compare",
-            "target": options.target,
-            "device": device,
-            "jax_version": jax.__version__,
-            "interrupted": interrupted,
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        print(json.dumps(document, indent=2))
-        return
-    print(f"{options.target}, one training step compiled for {device} by jax {jax.__version__}\n")
-    print(compare_table(rows))
-    print(
-        "\nkept, repeated: as planned; temp, traffic, matmuls: of the compiled program, per step."
-    )
-    print("Every policy is applied to the whole function; jax's own are often applied per block.")
+    document = {
+        "format": "remat.compare",
+        "target": options.target,
+        "device": device,
+        "jax_version": jax.__version__,
+        "interrupted": interrupted,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    lines = [
+        f"{options.target}, one training step compiled for {device} by jax {jax.__version__}\n",
+        compare_table(rows),
+        "\nkept, repeated: as planned; temp, traffic, matmuls: of the compiled program, per step.",
+        "Every policy is applied to the whole function; jax's own are often applied per block.",
+    ]
     if device == "cpu":
         how = "compiled with remat.compile.CPU_COMPILER_OPTIONS; " if CPU_COMPILER_OPTIONS else ""
-        print(f"cpu: {how}GPU numbers need --device.")
+        lines.append(f"cpu: {how}GPU numbers need --device.")
+    _deliver(options.json, lambda: json.dumps(document, indent=2), "\n".join(lines))
 
 
 def _pareto(options: argparse.Namespace) -> int:
@@ -356,7 +353,6 @@ def _pareto(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot.check_path(options.plot)
     policy = _configured(options.policy, options.option)
-    budgets = None if options.budgets is None else [_number_or_text(b) for b in options.budgets]
     function, args = load_target(options.target)
     curve: Pareto | None = None
     interrupted = False
@@ -366,7 +362,7 @@ def _pareto(options: argparse.Namespace) -> int:
                 function,
                 *args,
                 remat_policy=policy,
-                budgets=budgets,
+                budgets=options.budgets,
                 points=options.points,
                 argnums=options.argnums,
                 progress=progress,
@@ -375,7 +371,8 @@ def _pareto(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
     if curve is not None:
-        _deliver(options.json, {"target": options.target, **curve.to_dict()}, str(curve))
+        document = {"target": options.target, **curve.to_dict()}
+        _deliver(options.json, lambda: json.dumps(document, indent=2), str(curve))
         if options.plot is not None and curve.points:
             plot.pareto(curve, options.plot, title=options.target)
     if interrupted:
@@ -415,17 +412,18 @@ def _fit(options: argparse.Namespace) -> int:
                 "of its own; one file holds one plan"
             )
         fitted.plans[0].to_json(options.save)
-    _deliver(options.json, {"target": options.target, **fitted.to_dict()}, str(fitted))
+    document = {"target": options.target, **fitted.to_dict()}
+    _deliver(options.json, lambda: json.dumps(document, indent=2), str(fitted))
     return 130 if fitted.interrupted else 0
 
 
-def _deliver(path: Path | None, document: dict[str, Any], text: str) -> None:
+def _deliver(path: Path | None, document: Callable[[], str], text: str) -> None:
     """Prints the text, and writes the document to a file; `-` prints the document alone."""
     if str(path) == "-":
-        print(json.dumps(document, indent=2))
+        print(document())
         return
     if path is not None:
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        path.write_text(document() + "\n")
     print(text)
 
 

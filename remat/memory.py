@@ -62,7 +62,7 @@ from typing import Literal, Protocol
 from remat.graph import Graph, Op, Value
 from remat.plan import Schedule, stored_bytes
 
-__all__ = ["Buffer", "Prediction", "buffers", "peak_bytes", "predict", "predict_body"]
+__all__ = ["Alive", "Buffer", "Prediction", "buffers", "peak_bytes", "predict", "predict_body"]
 
 # What moves no data: the result is the operand's buffer.
 _SAME_BUFFER = frozenset(
@@ -207,6 +207,7 @@ class Prediction:
         held_in_results_bytes: bytes alive at the peak that lie in results not yet written.
         loop_peak_bytes: the peak while a loop runs, its body included; 0 without loops.
         outside_peak_bytes: the peak while none runs. `peak_bytes` is the larger of the two.
+        alive: for every kernel, in the order in which they run, what is alive.
         traffic_bytes: what all kernels outside of loops read and write. Compilers merge more of them than the
             model does, by a quarter in convolutional networks: compare plans of one function with it.
     """
@@ -218,6 +219,24 @@ class Prediction:
     loop_peak_bytes: int
     outside_peak_bytes: int
     traffic_bytes: int
+    alive: tuple[Alive, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What is alive while one kernel runs.
+
+    Attributes:
+        step: index of the kernel's step in the schedule; of the operator in the graph, where there is no schedule.
+        nbytes: bytes alive, counted as `Prediction.peak_bytes`, which is the largest of them.
+        is_backward: whether it is part of the backward pass.
+        is_loop: whether it is a loop, which counts as one kernel.
+    """
+
+    step: int
+    nbytes: int
+    is_backward: bool
+    is_loop: bool
 
 
 class _LoopPlan(Protocol):
@@ -1296,6 +1315,7 @@ class _Timeline:
     at: int
     outside: list[_Range]
     inside: list[_Range]
+    totals: list[int]
 
 
 def _predict(program: _Program) -> Prediction:
@@ -1316,7 +1336,18 @@ def _predict(program: _Program) -> Prediction:
         loop_peak_bytes=found.loop_peak_bytes,
         outside_peak_bytes=found.outside_peak_bytes,
         traffic_bytes=_traffic_bytes(program, kernels),
+        alive=tuple(
+            _alive(program, kernel, total)
+            for kernel, total in zip(found.order, found.totals, strict=True)
+        ),
     )
+
+
+def _alive(program: _Program, kernel: _Kernel, nbytes: int) -> Alive:
+    node = program.nodes[kernel.node]
+    is_backward = node.again or node.kind in ("barrier", "unpack")
+    is_backward = is_backward or (node.op is not None and node.op.phase == "backward")
+    return Alive(node.step, nbytes, is_backward, node.working is not None)
 
 
 def _traffic_bytes(program: _Program, kernels: Sequence[_Kernel]) -> int:
@@ -1336,10 +1367,12 @@ def _timeline(program: _Program, layout: _Layout) -> _Timeline:
         change[start + 1] += nbytes
     peak, at, alive = 0, -1, 0
     in_loops = elsewhere = 0
+    totals: list[int] = []
     for position, kernel in enumerate(order):
         alive += change[position]
         working = program.nodes[kernel.node].working
         total = alive + (working.peak_bytes if working else 0)
+        totals.append(total)
         if total > peak:
             peak, at = total, position
         if working:
@@ -1347,7 +1380,7 @@ def _timeline(program: _Program, layout: _Layout) -> _Timeline:
         else:
             elsewhere = max(elsewhere, total)
     inside = [ranges[i] for i in sorted(places)]
-    return _Timeline(order, peak, in_loops, elsewhere, at, outside, inside)
+    return _Timeline(order, peak, in_loops, elsewhere, at, outside, inside, totals)
 
 
 def _changes(ranges: Iterable[_Range], length: int) -> list[int]:

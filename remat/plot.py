@@ -6,15 +6,15 @@ The object-oriented interface of matplotlib only, so that nothing global changes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat.errors import RematError
-from remat.plan import Plan, Schedule
+from remat.memory import Alive, predict
+from remat.plan import Plan
 from remat.policies import POLICIES
 from remat.report import human_bytes
-from remat.schedule import build_schedule, no_remat_saved
-from remat.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from remat.compare import Row
     from remat.pareto import Pareto
 
-__all__ = ["PlotError", "check_path", "pareto", "timeline", "tradeoff"]
+__all__ = ["Curve", "PlotError", "check_path", "pareto", "timeline", "timeline_curves", "tradeoff"]
 
 SUFFIXES = (".png", ".svg")
 
@@ -55,7 +55,9 @@ def check_path(path: str | Path) -> None:
 
 
 def timeline(plan: Plan, path: str | Path) -> None:
-    """Draws the simulated live bytes of a plan, step by step, over those of no rematerialization.
+    """Draws the predicted live bytes of a plan, kernel by kernel, over those of no rematerialization.
+
+    The peaks are those of the plan, `peak_bytes` and `baseline_peak_bytes`.
 
     Args:
         plan: any plan.
@@ -65,49 +67,79 @@ def timeline(plan: Plan, path: str | Path) -> None:
         PlotError: see `check_path`.
     """
     check_path(path)
-    graph = plan.graph
-    baseline = build_schedule(graph, no_remat_saved(graph), barriers=False)
-    before = _curve(baseline, simulate(graph, baseline).timeline)
-    after = _curve(plan.schedule, plan.timeline())
-    top = max(*before[1], *after[1], 1e-9)
-    close = abs(max(before[1]) - max(after[1])) < 0.08 * top  # labels above one another
+    before, after = timeline_curves(plan)
+    top = max(*before.live_bytes, *after.live_bytes, 1) / _MIB
+    close = (
+        abs(before.peak_bytes - after.peak_bytes) / _MIB < 0.08 * top
+    )  # labels above one another
     figure, axes = _figure(9.0, 4.6)
     _draw_curve(axes, before, _NEUTRAL, "no remat", lift=(0.11 if close else 0.04) * top)
     _draw_curve(axes, after, _OURS, plan.policy_name, lift=0.04 * top)
     _mark_turn(axes)
     axes.set_ylim(0, 1.28 * top)
-    axes.set_xlim(min(before[0] + after[0]), max(before[0] + after[0]))
-    axes.set_xlabel("steps of the schedule, counted from the end of the forward pass")
-    axes.set_ylabel("live temporaries [MiB], simulated")
+    axes.set_xlim(min(before.places[0], after.places[0]), max(before.places[-1], after.places[-1]))
+    axes.set_xlabel("kernels, counted from the end of the forward pass")
+    axes.set_ylabel("live temporaries [MiB], predicted")
     kept, without = human_bytes(plan.saved_bytes), human_bytes(plan.baseline_saved_bytes)
-    loops = "; a loop is one step" if plan.loops else ""
+    loops = "; a loop is one kernel" if plan.loops else ""
     title = f"One training step: {plan.policy_name} keeps {kept}, no remat {without}{loops}"
     axes.set_title(title, loc="left", fontsize=11)
     _write(figure, path)
 
 
-def _curve(schedule: Schedule, line: Timeline) -> tuple[list[int], list[float]]:
-    """Live MiB after every step that is no `free`, by the distance from the turn."""
-    found = [
-        (index, live / _MIB)
-        for index, (step, live) in enumerate(zip(schedule.steps, line.live_bytes, strict=True))
-        if step.action not in ("free", "drop")
-    ]
-    turn = next(i for i, (index, _) in enumerate(found) if index == line.turn)
-    return [i - turn for i in range(len(found))], [live for _, live in found]
+@dataclass(frozen=True)
+class Curve:
+    """What is alive over time.
+
+    Attributes:
+        places: of the kernels, counted from the first of the backward pass.
+        live_bytes: while each runs.
+        peak_bytes: as the plan has it; drawn where most is alive.
+    """
+
+    places: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    peak_bytes: int
+
+    @property
+    def peak_place(self) -> int:
+        """Where most is alive."""
+        return self.places[self.live_bytes.index(max(self.live_bytes))]
 
 
-def _draw_curve(
-    axes: Axes, curve: tuple[list[int], list[float]], color: str, label: str, lift: float
-) -> None:
-    steps, live = curve
+def timeline_curves(plan: Plan) -> tuple[Curve, Curve]:
+    """Returns what `timeline` draws: without rematerialization, and with the plan."""
+    graph = plan.graph
+    plain = predict(graph.plain or graph, loops=plan.loops).alive
+    # Without rematerialization the bodies of loops would keep more, from the first loop to the last.
+    more = sum(x.length * (x.plan.baseline_saved_bytes - x.plan.saved_bytes) for x in plan.loops)
+    planned = predict(graph, plan.schedule, loops=plan.loops).alive
+    return (
+        _curve(plain, plan.baseline_peak_bytes, more),
+        _curve(planned, plan.peak_bytes, 0),
+    )
+
+
+def _curve(alive: Sequence[Alive], peak_bytes: int, more: int) -> Curve:
+    loops = [i for i, entry in enumerate(alive) if entry.is_loop]
+    span = range(loops[0], loops[-1] + 1) if loops else range(0)
+    live = [entry.nbytes + (more if i in span else 0) for i, entry in enumerate(alive)]
+    turn = next((i for i, entry in enumerate(alive) if entry.is_backward), len(alive))
+    if not live:
+        return Curve((0,), (0,), peak_bytes)
+    # A policy may count more than the prediction (see `Plan.peak_bytes`); the peak is drawn as the plan has it.
+    live[live.index(max(live))] = peak_bytes
+    return Curve(tuple(i - turn for i in range(len(live))), tuple(live), peak_bytes)
+
+
+def _draw_curve(axes: Axes, curve: Curve, color: str, label: str, lift: float) -> None:
+    steps, live = curve.places, [count / _MIB for count in curve.live_bytes]
     axes.fill_between(steps, live, step="post", color=color, alpha=0.15, linewidth=0)
     axes.step(steps, live, where="post", color=color, linewidth=1.4)
-    peak = max(live)
-    at = steps[live.index(peak)]
+    at, peak = curve.peak_place, curve.peak_bytes / _MIB
     axes.plot([at], [peak], "o", color=color, markersize=4)
     axes.annotate(
-        f"{label}: peak {human_bytes(round(peak * _MIB))}",
+        f"{label}: peak {human_bytes(curve.peak_bytes)}",
         (at, peak),
         xytext=(at, peak + lift),
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,61 @@ def test_a_plan_whose_codes_are_too_narrow_is_an_error() -> None:
         np.testing.assert_allclose(got, jax.grad(of(mask))(w, i), rtol=1e-5)
     with pytest.raises(remat.PlanError, match="as uint2, which was 0 to 3 then and is 0 to 15 now"):
         jax.grad(remat.checkpoint(of(15), remat_policy=plan))(w, i)
+
+
+def _scan_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)[0])
+
+
+def _step(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - 0.1 * jax.grad(loss)(w, x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        jax.grad(loss),
+        jax.value_and_grad(loss),
+        jax.jit(jax.grad(loss)),
+        partial(jax.grad(lambda k, w, x: k * loss(w, x), 1), 2.0),
+        lambda w, x: jax.grad(loss)(w, x),
+        jax.jit(lambda w, x: jax.value_and_grad(loss)(w, x)[1]),
+        eqx.filter_grad(loss),
+        jax.grad(_scan_loss),
+        lambda w, x: jax.grad(_scan_loss)(w, x),
+        jax.grad(lambda w, x: jnp.sum(w**2)),
+        _step,
+    ],
+)
+def test_a_plan_of_a_gradient_warns(f: Callable[..., Any]) -> None:
+    with pytest.warns(remat.RematWarning, match=r"plans its derivative.*remat\.plan\(loss"):
+        remat.plan(f, W, X)
+
+
+def _slope(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A loss with a gradient inside, as of a physics-informed network, or of forces."""
+    return jnp.sum(jax.grad(lambda x: loss(w, x))(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("f", "args"),
+    [
+        (loss, (W, X)),
+        (_slope, (W, X)),
+        (jax.grad(loss, 1), (W, X)),
+        (
+            lambda c, x: c * jax.grad(lambda x: jnp.sum(jnp.sin(c * x)))(x).sum(),
+            (jnp.float32(2), X),
+        ),
+        (remat.checkpoint(_scan_loss), (W, X)),
+    ],
+)
+def test_a_plan_of_a_loss_with_gradients_inside_does_not_warn(
+    f: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", remat.RematWarning)
+        remat.plan(f, *args)
 
 
 def test_plans_with_loops_that_are_not_differentiated() -> None:

@@ -106,6 +106,37 @@ def test_plan_json_is_one_document_that_reads_back(
     assert Plan.from_json(saved) == expected
 
 
+@pytest.mark.parametrize("command", ["plan", "compare", "pareto", "fit"])
+def test_json_means_the_same_in_all_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    options = {
+        "plan": [],
+        "compare": ["--policies", "none", "--device", "cpu"],
+        "pareto": ["--policy", "min_cut", "--budgets", "1.0"],
+        "fit": [
+            "--policy",
+            "min_cut",
+            "--device",
+            "cpu",
+            "--memory",
+            "1GiB",
+            "--max-compiles",
+            "2",
+        ],
+    }[command]
+    written = tmp_path / "document.json"
+    assert main([command, TINY, *options, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert main([command, TINY, *options, "--json", str(written)]) == 0
+    text = capsys.readouterr().out
+    kinds = [json.loads(document)["format"] for document in (printed, written.read_text())]
+    assert len(set(kinds)) == 1 and text and not text.startswith("{")
+    with pytest.raises(SystemExit):
+        main([command, "--json", TINY, *options])
+    assert "put --json behind TARGET" in capsys.readouterr().err
+
+
 def test_plan_options_and_argnums(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
     argv = ["plan", "mynet:case", "--option", "memory_weight=0", "--option", "heavy=roofline"]
     assert main([*argv, "--argnums", "0,1", "--json"]) == 0

@@ -26,9 +26,10 @@ from remat.compile import compiler_options
 from remat.compiled import CompileReport
 from remat.errors import BudgetError, CompileError, PolicyError
 from remat.fit import Fitted, finish, fit, fit_options
-from remat.fitting import Options, Trial, search
+from remat.fitting import Job, Options, Trial, search
 from remat.override import Attempt, Menus, PricePlanner, choose_option
 from remat.plan import Plan
+from remat.policies import Auto, Ilp
 from tests.test_pareto import Cuts
 
 LAYERS, WIDTH, ROWS = 4, 16, 64
@@ -441,6 +442,48 @@ def test_an_absent_gpu_gives_plans_but_no_step() -> None:
     assert found.compiled is None and found.report.device == "h200"
     with pytest.raises(CompileError, match=r"remat_policy=fitted\.plans\[0\]"):
         found(*cases.materialize(ARGS))
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "wanted"),
+    [
+        ("ilp", "a100", "a100"),
+        ("min_cut", "b200", "b200"),
+        (Ilp(seconds=5.0), "a100", "a100"),
+        (Auto(), "a100", "a100"),
+        (Ilp(device="h100"), "a100", "h100"),
+        ("ilp", "cpu", "h200"),  # no data sheet: the usual prices
+    ],
+)
+def test_prices_are_those_of_the_device(policy: Any, device: str, wanted: str) -> None:
+    options = fit_options(
+        memory="1GiB",
+        device=device,
+        remat_policy=policy,
+        max_compiles=2,
+        static_argnums=(),
+        donate_argnums=(),
+        compiler_options=None,
+        progress=None,
+    )
+    job = Job(STEP, ARGS, {}, options)
+    assert job.resolved.policy.device == wanted  # type: ignore[union-attr]
+    assert job.menus.device == job.min_cut.device == wanted
+
+
+@pytest.mark.gpu_compile
+def test_a_step_for_another_gpu_is_priced_with_it() -> None:
+    pytest.importorskip("jax_cuda13_plugin", reason="the GPU compiler is not installed")
+    found = fit(STEP, *ARGS, memory="1GiB", device="a100", remat_policy="ilp", max_compiles=2)
+    assert {plan.device for trial in found.history for plan in trial.plans} <= {"a100", "h200"}
+    assert found.history[0].plans[0].device == "a100"
+
+
+@pytest.mark.parametrize("memory", ["abc", "0.5", 0.5, -1, True])
+def test_errors_about_memory_say_memory(memory: Any) -> None:
+    with pytest.raises(BudgetError, match=r"^memory=.*expected") as caught:
+        fit(STEP, *ARGS, memory=memory, device="cpu")
+    assert "budget=" not in str(caught.value)
 
 
 # --- the search, with a compiler that is a formula ---------------------------------------------------------

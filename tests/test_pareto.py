@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,6 +148,12 @@ def test_budgets_are_read_as_elsewhere(curve: Pareto) -> None:
     found = pareto(LOSS, *ARGS, remat_policy=Cuts(), budgets=[0.5, top, "1GiB", 0.5])
     assert [point.budget_bytes for point in found.points] == [top // 2, top, 2**30]
     assert found.wanted == 3
+
+
+@pytest.mark.parametrize("budget", ["0.5", 0.5, np.float32(0.5)])
+def test_one_budget_is_a_curve_of_one(curve: Pareto, budget: Any) -> None:
+    found = pareto(LOSS, *ARGS, remat_policy=Cuts(), budgets=budget)
+    assert [p.budget_bytes for p in found.points] == [curve.baseline_peak_bytes // 2]
 
 
 def test_infeasible_budgets_are_listed_with_the_smallest_peak(plans: list[Plan]) -> None:

@@ -6,6 +6,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from models import cases
 from remat.compare import Row
 from remat.pareto import Pareto
 from remat.plan import Plan
-from remat.plot import PlotError, check_path, pareto, timeline, tradeoff
+from remat.plot import PlotError, check_path, pareto, timeline, timeline_curves, tradeoff
+from remat.report import human_bytes
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install remat[plot])")
 
@@ -58,14 +60,37 @@ def test_timeline_png(plan: Plan, tmp_path: Path) -> None:
 def test_timeline_svg_says_what_it_shows(plan: Plan, tmp_path: Path) -> None:
     timeline(plan, str(tmp_path / "memory.svg"))
     text = text_of_svg(tmp_path / "memory.svg")
-    for word in ("forward", "backward", "no remat: peak", "min_cut: peak", "MiB", "steps"):
+    for word in ("forward", "backward", "no remat: peak", "min_cut: peak", "MiB", "kernels"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (cases.gpt_tiny, {}),
+        (cases.gpt_tiny, {"remat_policy": "ilp", "budget": 0.6}),
+        (cases.gpt_blocks_scan_small, {"remat_policy": "full"}),
+    ],
+)
+def test_timeline_and_table_have_the_same_numbers(
+    case: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    function, args = case()
+    plan = remat.plan(function, *args, **options)
+    before, after = timeline_curves(plan)
+    assert max(before.live_bytes) == before.peak_bytes == plan.baseline_peak_bytes
+    assert max(after.live_bytes) == after.peak_bytes == plan.peak_bytes
+    assert min(after.places) < 0 < max(after.places)
+    timeline(plan, tmp_path / "memory.svg")
+    text, table = text_of_svg(tmp_path / "memory.svg"), str(plan)
+    for nbytes in (plan.baseline_peak_bytes, plan.peak_bytes, plan.saved_bytes):
+        assert human_bytes(nbytes) in text and human_bytes(nbytes) in table
 
 
 def test_timeline_of_a_plan_with_loops(tmp_path: Path) -> None:
     function, args = cases.gpt_blocks_scan_small()
     timeline(remat.plan(function, *args), tmp_path / "loop.svg")
-    assert "a loop is one step" in text_of_svg(tmp_path / "loop.svg")
+    assert "a loop is one kernel" in text_of_svg(tmp_path / "loop.svg")
 
 
 def test_timeline_of_the_baseline_itself(tmp_path: Path) -> None:
