@@ -257,9 +257,9 @@ def is_gradient(fun: Any) -> bool:
     made = ("grad", "value_and_grad")
     for _ in range(100):
         code = getattr(fun, "__code__", None)
-        is_jaxs = code is not None and code.co_filename == _grad_code.co_filename
-        if is_jaxs and code.co_qualname.partition(".<locals>")[0] in made:
-            return True
+        if code is not None and code.co_filename == _grad_code.co_filename:  # noqa: SIM102
+            if code.co_qualname.partition(".<locals>")[0] in made:
+                return True
         inner = getattr(fun, "__wrapped__", None) or getattr(fun, "func", None)
         if inner is None:
             return False

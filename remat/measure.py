@@ -160,13 +160,13 @@ def measure(
             f"remat_policy={remat_policy!r} makes no plan: it is jax's own or off; expected a policy of "
             "remat.policies or a remat.Plan, for instance 'min_cut'"
         )
-    api._check_options("staged", nested_checkpoints)
+    api.check_options("staged", nested_checkpoints)
     wrapped = api._Wrapped(
         fun, resolved, static_argnums, static_argnames, True, "staged", nested_checkpoints
     )
     call = wrapped.flatten(args, kwargs)
     traced = wrapped.traced(call)
-    chosen = api._differentiated(call, args, argnums, wrapped.static_argnums)
+    chosen = api._differentiated(len(args), argnums, wrapped.static_argnums, call)
     function = traced.function
     flags = tuple(
         flag and jnp.issubdtype(function.primal.avals[value].dtype, jnp.inexact)

@@ -214,7 +214,10 @@ def test_nothing_shipped_imports_what_is_not(name: str) -> None:
     assert not roots & set(OUTSIDE)
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n not in ("remat.linen", "remat.nnx")])
+DOORS = ("remat.linen", "remat.nnx", "remat.equinox")
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n not in DOORS])
 def test_flax_is_optional(name: str) -> None:
     roots = {entry.module.split(".")[0] for entry in imports_of(FILES[name]) if not entry.delayed}
     assert not roots & {"flax", "matplotlib", "optax", "equinox"}
