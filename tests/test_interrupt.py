@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -290,3 +294,25 @@ def test_solvers_report_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         "solver: 25.00 % extra, bound 12.50 %, 5 s",
         "solver: 25.00 % extra, bound 12.50 %, 10 s",
     ]
+
+
+def test_a_ctrl_c_that_comes_out_of_a_test_fails_that_test_alone(tmp_path: Path) -> None:
+    """Else it ends pytest, and a worker of pytest-xdist with it."""
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_pressed.py").write_text(
+        "import signal, pytest\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def ctrl_c():\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def test_pressed():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "def test_after_it():\n"
+        "    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
