@@ -114,6 +114,8 @@ class _Machine:
             raise ScheduleError(f"operator {op.name} reads values {missing}, which are not there")
         if op.phase == "backward" and not self.turned:
             raise ScheduleError(f"operator {op.name} belongs to the backward pass")
+        if op.decision and self.turned:
+            raise ScheduleError(f"operator {op.name} may not run in the backward pass: {op.reason}")
         self.executions[op.id] += 1
         if self.executions[op.id] > 1 and (op.effectful or not op.recomputable):
             raise ScheduleError(f"operator {op.name} may not run again: {op.reason}")

@@ -279,7 +279,9 @@ def test_the_simulator_rejects_a_second_decision() -> None:
     plan = remat.plan(lambda x: jnp.sum(jnp.sin(x @ W).max(0) ** 2), X, remat_policy="full")
     decision = next(op for op in plan.graph.ops if op.decision)
     again = (*_making(plan.graph, decision.id), *plan.schedule.backward)
-    with pytest.raises(ScheduleError, match="eq may not run again: it decides by the last bit"):
+    with pytest.raises(
+        ScheduleError, match="eq may not run in the backward pass: it decides by the last bit"
+    ):
         simulate(plan.graph, Schedule((*plan.schedule.forward, Step("turn"), *again)))
 
 
