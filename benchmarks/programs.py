@@ -64,6 +64,14 @@ class Group:
     bounds: tuple[Bound, ...]
 
 
+# What XLA makes of the same plans, the same bytes kept, differs between releases of jax. With 0.12 every row of
+# `gpt_scan` moves more (`dots_saveable` 31.5 GiB for 28.8), and with 8 unrolled blocks `min_cut` takes 1,077 MiB for
+# 934.
+_IS_0_12 = jax.__version_info__ >= (0, 12)
+_SCAN_GIB = 28.4 if _IS_0_12 else 28.1
+_UNROLLED_TEMP = 1.13 if _IS_0_12 else 1.02
+
+
 def _checkpoint(policy: Any, **options: Any) -> Callable[[Function], Function]:
     return functools.partial(jax.checkpoint, policy=policy, **options)
 
@@ -195,8 +203,8 @@ GROUPS: dict[str, Group] = {
             "gpt_scan",
             gpt_scan,
             (
-                Bound("min_cut", "dots_saveable", 1.0, 1.0, traffic_gib=28.1, matmuls=240),
-                Bound("min_cut, masks redrawn", temp_mib=1548, traffic_gib=28.1, matmuls=240),
+                Bound("min_cut", "dots_saveable", 1.0, 1.0, traffic_gib=_SCAN_GIB, matmuls=240),
+                Bound("min_cut, masks redrawn", temp_mib=1548, traffic_gib=_SCAN_GIB, matmuls=240),
                 Bound(
                     "min_cut, scores and masks recomputed",
                     "dots_with_no_batch_dims_saveable",
@@ -231,7 +239,7 @@ GROUPS: dict[str, Group] = {
         Group(
             "gpt_unrolled",
             gpt_unrolled,
-            (Bound("min_cut, per block", "dots_saveable, per block", 1.02, 1.0),),
+            (Bound("min_cut, per block", "dots_saveable, per block", _UNROLLED_TEMP, 1.0),),
         ),
         Group(
             "residual_mlp",
