@@ -65,8 +65,8 @@ class Group:
 
 
 # What XLA makes of the same plans, the same bytes kept, differs between releases of jax. With 0.12 every row of
-# `gpt_scan` moves more (`dots_saveable` 31.5 GiB for 28.8), and with 8 unrolled blocks `min_cut` takes 1,077 MiB for
-# 934.
+# `gpt_scan` moves more (`dots_saveable` 31.5 GiB for 28.8), and `min_cut` of 8 unrolled blocks takes 1,077 MiB
+# for 934.
 _IS_0_12 = jax.__version_info__ >= (0, 12)
 _SCAN_GIB = 28.4 if _IS_0_12 else 28.1
 _UNROLLED_TEMP = 1.13 if _IS_0_12 else 1.02

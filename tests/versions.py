@@ -11,6 +11,6 @@ TANH_KEEPS_ONE_ARRAY = jax.__version_info__ >= (0, 11, 2)
 # XLA:CPU deletes optimization barriers before it merges equal values: a plain jit undoes rematerialization.
 CPU_UNDOES_REMATERIALIZATION = jax.__version_info__ < (0, 11, 1)
 
-# XLA:GPU makes the zeros that loops stack into in one kernel for all of a type. So it is with 0.10.2; with 0.12 a stack
-# of gradients is made when the one before it is no longer read. (What is between was not compiled.)
+# XLA:GPU makes the zeros that loops stack into in one kernel for all of a type. So it is with 0.10.2; with 0.12 a
+# stack of gradients is made when another is no longer read. (What is between was not compiled.)
 ZEROS_OF_STACKS_ARE_MADE_AT_ONCE = jax.__version_info__ < (0, 12)
