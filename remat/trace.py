@@ -294,6 +294,7 @@ def _value_of(
     aval = program.avals[index]
     tags = program.tags.get(index, ())
     primal = [int(tag.removeprefix(PRIMAL_TAG)) for tag in tags if tag.startswith(PRIMAL_TAG)]
+    is_complex = str(getattr(aval, "dtype", "")).startswith("complex")
     return Value(
         id=index,
         shape=tuple(getattr(aval, "shape", ())),
@@ -303,7 +304,8 @@ def _value_of(
         tags=tuple(tag for tag in tags if not tag.startswith(PRIMAL_TAG)),
         differentiable=is_inexact(aval),
         primal=primal[0] if primal else None,
-        savable=not primal_only or producer is None or bool(primal),
+        # jax.checkpoint cannot keep complex values: it rounds what it keeps by `reduce_precision`, for reals only.
+        savable=not primal_only or producer is None or (bool(primal) and not is_complex),
         range=None if str(getattr(aval, "dtype", "")) == "bool" else bounds,  # one bit anyway
     )
 

@@ -27,7 +27,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--variants", type=int, default=3, help="variants per program (default 3)")
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--seconds", type=float, help="stop after so many")
-    parser.add_argument("--limit", type=float, default=60, help="seconds for one variant")
+    parser.add_argument("--limit", type=float, default=60, help="CPU-seconds for one variant")
     parser.add_argument("--shrink", type=float, default=90, help="seconds for one failure")
     parser.add_argument("--out", type=Path, default=Path("fuzzing.jsonl"), help="where records go")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

@@ -35,7 +35,7 @@ def try_program(
         seed: the program's, and which variants' turn it is.
         variants: how many variants.
         only: of those policies whose text contains this.
-        limit: seconds after which a variant is given up; None for never. Needs the main thread.
+        limit: CPU-seconds after which a variant is given up; None for never. Needs the main thread.
         shrink_seconds: for making the first failure small; 0 for leaving it as it is.
         wrap: instead of `remat.checkpoint`.
     """
@@ -105,15 +105,15 @@ def _timer(limit: float | None) -> Iterator[None]:
     def give_up(*_: object) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, limit)
     try:
         yield
     except TooSlow:
         raise RuntimeError("the timer rang outside of a variant") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def forget_compilations() -> None:
