@@ -277,7 +277,7 @@ def decision_of(
     if (
         not savable
     ):  # for `jax.checkpoint`, which keeps named values of the program and follows no order
-        saved = required_saves(graph, frozenset(v for v in saved if graph.values[v].savable))
+        saved = required_saves(graph, saved)
     return Decision(
         saved=saved,
         status=status,

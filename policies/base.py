@@ -167,12 +167,14 @@ def required_saves(graph: Graph, wanted: frozenset[int]) -> frozenset[int]:
     """Completes a saved set so that nothing runs again that must not.
 
     Walks back from what the backward pass reads; where it meets an operator that may not be repeated,
-    the value read is kept. Values that the backward pass then never reaches are left out.
+    the value read is kept. Values that the backward pass then never reaches are left out, and so are those that
+    may not be chosen (`Value.savable`).
 
     Args:
         graph: a joint graph.
         wanted: forward values to keep if the backward pass reaches them.
     """
+    wanted = frozenset(value for value in wanted if graph.values[value].savable)
     return frozenset(
         value
         for value in _walked_back(graph, wanted)

@@ -25,8 +25,8 @@ class SaveAll:
 
     def decide(self, graph: Graph) -> Decision:
         """Returns every forward value that the backward pass reads."""
-        savable = frozenset(value.id for value in graph.values if value.savable)
-        return Decision(required_saves(graph, savable))
+        everything = frozenset(value.id for value in graph.values)
+        return Decision(required_saves(graph, everything))
 
 
 @dataclass(frozen=True)

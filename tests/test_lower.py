@@ -328,3 +328,21 @@ def test_effects_that_cannot_be_planned_are_errors_with_advice() -> None:
 
     with pytest.raises(remat.TraceError, match="mutable array"):
         jax.grad(remat.checkpoint(mutable))(jnp.ones(3))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_complex_values_inside(policy: Any, lowering: str) -> None:
+    """`jax.checkpoint` cannot keep complex values: it rounds what it keeps, which is defined for reals only."""
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        z = jax.lax.complex(jnp.sin(x), jnp.cos(x))
+        for _ in range(2):
+            z = jnp.exp(z * 0.3) @ jax.lax.complex(w, w)
+            z = checkpoint_name(z / (1 + jnp.abs(z).max()), "layer")
+        return jnp.sum(jnp.abs(jnp.sin(jnp.fft.fft(z))) ** 2)
+
+    x, w = arrays()
+    want = jax.grad(loss, (0, 1))(x, w)
+    ours = remat.checkpoint(loss, remat_policy=policy, lowering=lowering)
+    assert_equal(jax.jit(jax.grad(ours, (0, 1)))(x, w), want, exact=False)

@@ -419,7 +419,7 @@ def _random_program(rng: random.Random, seed: int) -> Program | None:
     dtype = _pick(rng, DTYPES)
     mode = _pick(rng, dict(_MODE_SHARES))
     shape = rng.choice(_SHAPES)
-    length = rng.randint(3, 10)
+    length = rng.randint(3, 8)
     with jax.enable_x64(dtype == "float64"):
         maker = Maker(rng, dtype, shape)
         for _ in range(100):

@@ -109,10 +109,10 @@ def all_variants(only: str = "") -> tuple[Variant, ...]:
 def variants_of(index: int, count: int, only: str = "") -> tuple[Variant, ...]:
     """Returns `count` variants for the program of this index.
 
-    All variants take turns, in an order that is another one in every round: every variant is met equally often,
-    and by and by all meet each other.
+    All variants take turns, in an order that is another one in every round: all are met, and by and by all meet
+    each other. The jitted ones, which leave most to the compiler, come three times as often.
     """
-    everything = all_variants(only)
+    everything = [v for v in all_variants(only) for _ in range(3 if v.jitted else 1)]
     chosen = []
     for place in range(index * count, (index + 1) * count):
         turn, at = divmod(place, len(everything))
