@@ -24,8 +24,10 @@ like any operator that may not run again, and the simulator rejects a schedule t
 jax's masks for the larger or smaller of two values, `x == max(x, y)`, are replaced by what they say, `x >= y`: the
 same bits, NaNs included, and with a number for `y` an ordinary threshold (clip, relu6, a variance held at zero).
 
-"Computed from a common one" is followed through element-wise operators, selection and movement. Matrix products and
-sums over several elements end it: their results equal no element of what they read.
+"Computed from a common one" is followed through element-wise operators, selection and movement, and through what
+runs once: a loop's running maximum is an element of what the loop read. Matrix products and sums over several
+elements end it, since their results equal no element of what they read; but not where an integer comparison picks
+one (`sum(one_hot(argmax(x)) * x)`).
 
 A policy of jax (`lowering="policy"`) can only name values of the undifferentiated program, not a mask that is born
 in differentiation. There decisions are repeated, as under `jax.checkpoint`, and it is the values between a
@@ -84,6 +86,9 @@ _EXACT = _COMPARISONS | _names(
 # Their results have elements of several operands side by side.
 _PATCHES = _names("clamp concatenate dynamic_update_slice max min pad select_n")
 _SUMS = frozenset({"reduce_prod", "reduce_sum"})
+# Where one operand is zero but in one place, the result is the element of the other, or the sum that it is in.
+_PICKING = _names("convert_element_type mul")
+_PICKED_BY = _names("dot_general reduce_sum")
 _WIDER = {
     "float16": ("float16", "float32", "float64"),
     "bfloat16": ("bfloat16", "float32", "float64"),
@@ -103,12 +108,14 @@ class _Origin:
         equal: those that two operands of a difference or quotient on the way had in common.
         patched: those that several parts of an array that was put together have in common.
         exact: whether every run gives the same bits.
+        picks: whether it is zero but where integers are equal, so that a sum over it may be one of its elements.
     """
 
     bases: int = 0
     equal: int = 0
     patched: int = 0
     exact: bool = True
+    picks: bool = False
 
 
 _ONE_INSTANCE = _Origin()
@@ -203,16 +210,15 @@ class _Search:
             decides = op.recomputable and needed[op.id] and self._decides(op, equation)
             if decides and keeps:
                 self.once.add(op.id)
-            if not op.recomputable or op.id in self.once:
-                self.origins.update(dict.fromkeys(op.outputs, _ONE_INSTANCE))
-            else:
-                self._derive(op, equation)
+            self._derive(op, equation, once=not op.recomputable or op.id in self.once)
 
     def without_between(self, value: Value) -> Value:
         """Returns a value as not savable if it lies between a comparison and what its operands share."""
         origin = self.origins.get(value.id)
         if value.producer is None or origin is None:
             return value
+        if not self.graph.ops[value.producer].recomputable:
+            return value  # kept in any case
         between = origin.bases & self.joined & ~self.own.get(value.id, 0)
         return replace(value, savable=False) if between else value
 
@@ -262,10 +268,14 @@ class _Search:
     def _operands(self, values: Iterable[int]) -> list[_Origin]:
         return [self.origins.get(v, _ONE_INSTANCE) for v in dict.fromkeys(values)]
 
-    def _derive(self, op: Op, equation: Equation) -> None:
+    def _derive(self, op: Op, equation: Equation, *, once: bool) -> None:
+        """Notes where results come from. Those of what is made `once` are one instance for all their readers, but
+        they may have elements in common with operands that are made again: `x >= top_k(x)[k]`.
+        """
         operands = self._operands(op.inputs)
         exact_operands = all(origin.exact for origin in operands)
-        if self._ends(op, equation):
+        picks = any(origin.picks for origin in operands)
+        if self._ends(op, equation) and not (picks and op.name in _PICKED_BY):
             origin = _Origin(exact=exact_operands)
         else:
             origin = _Origin(exact=exact_operands)
@@ -282,9 +292,18 @@ class _Search:
             elif op.name in _PATCHES:
                 origin = replace(origin, patched=origin.patched | shared)
         is_exact = self._is_exact(op, equation)
+        picks = (picks and (is_exact or op.name in _PICKING)) or self._compares_integers(
+            op, equation
+        )
+        origin = replace(origin, picks=picks)
         for value in op.outputs:
-            made = origin if is_exact else replace(origin, exact=False)
-            self.origins[value] = made if is_exact else self._with_itself(value, made)
+            if is_exact and not once:
+                self.origins[value] = origin
+            else:
+                self.origins[value] = self._with_itself(value, replace(origin, exact=once))
+
+    def _compares_integers(self, op: Op, equation: Equation) -> bool:
+        return op.name == "eq" and not any(map(_is_float, self._dtypes(equation)[0]))
 
     def _with_itself(self, value: int, origin: _Origin) -> _Origin:
         bit = self.own[value] = 1 << len(self.own)
