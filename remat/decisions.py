@@ -41,13 +41,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from remat import _compat
 from remat.classify import classify_equation
 from remat.graph import Graph, Op, Value
 from remat.primitives import TABLE
-from remat.program import Atom, Equation, Program, is_inexact
+from remat.program import Equation, Program, is_inexact
 
 __all__ = ["compare_operands", "with_decisions"]
 
@@ -146,10 +145,10 @@ def _direct(equation: Equation, extrema: Mapping[int, Equation]) -> Equation | N
     """What `x == op(x, y)` says, or None if the second operand is no such result."""
     own, result = equation.inputs
     extreme = extrema.get(result) if isinstance(result, int) else None
-    if extreme is None:
-        return None
+    if extreme is None or not isinstance(own, int):
+        return None  # a result that equals a number is a threshold as it is
     for (x, y), places in ((extreme.inputs, (0, 1)), (extreme.inputs[::-1], (1, 0))):
-        if _is_same(own, x):
+        if own == x:
             source = _compat.comparison_like(
                 equation.source,
                 _EXTREMA[extreme.source.primitive.name],
@@ -157,12 +156,6 @@ def _direct(equation: Equation, extrema: Mapping[int, Equation]) -> Equation | N
             )
             return replace(equation, source=source, inputs=(x, y))
     return None
-
-
-def _is_same(one: Atom, other: Atom) -> bool:
-    if isinstance(one, int) or isinstance(other, int):
-        return one == other
-    return bool(np.array_equal(one.value, other.value))
 
 
 def with_decisions(program: Program, graph: Graph, *, named_only: bool = False) -> Graph:
