@@ -165,7 +165,7 @@ class _Wrapped:
             self.by_policy,
             self.is_traced,
             call.key,
-            tuple(map(_aval_of, call.leaves)),
+            tuple(map(jax.typeof, call.leaves)),  # of a shape as of an array or a tracer of it
             _compat.trace_context(),
         )
         found = None if call.key is None else cache.get(key)
@@ -228,12 +228,6 @@ def _cache_of(fun: Callable[..., Any], caches: _Caches = _CACHES) -> dict[Any, _
         return caches.setdefault(fun, {})
     except TypeError:  # not hashable or not weakly referable
         return {}
-
-
-def _aval_of(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return (leaf.shape, leaf.dtype)
-    return jax.typeof(leaf)
 
 
 def checkpoint(

@@ -18,6 +18,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat
+from remat.lower import StagedFunction
 from remat.resolve import parse_budget
 
 
@@ -556,3 +557,57 @@ def test_equinox_modules() -> None:
     want, got = total(lambda f: f), total(remat.checkpoint)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+# --- one planning per kind of call -----------------------------------------------------------------
+
+
+def _key_cases() -> list[tuple[str, Callable[[jax.ShapeDtypeStruct], Any]]]:
+    return [
+        ("array", lambda shape: jnp.ones(shape.shape, shape.dtype)),
+        ("numpy array", lambda shape: np.ones(shape.shape, shape.dtype)),
+        ("shape", lambda shape: shape),
+    ]
+
+
+@pytest.mark.parametrize(("first", "of_first"), _key_cases(), ids=lambda x: str(x)[:11])
+@pytest.mark.parametrize("loops", [False, True])
+def test_shapes_arrays_and_tracers_share_a_planning(
+    first: str,
+    of_first: Callable[[jax.ShapeDtypeStruct], Any],
+    loops: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was planned for shapes is not planned again when arrays, or shapes to lower with, follow."""
+    del first
+    planned: list[Any] = []
+    plan_of = StagedFunction._plan
+
+    def counted(self: StagedFunction, inputs: Any, perturbed: Any) -> Any:
+        planned.append(perturbed)
+        return plan_of(self, inputs, perturbed)
+
+    monkeypatch.setattr(StagedFunction, "_plan", counted)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        if loops:
+            x, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (64, 16))]
+    remat.plan(loss, *map(of_first, shapes), remat_policy="full")
+    once = len(planned)
+    assert once == 1 if not loops else once >= 1
+    wrapped = remat.checkpoint(loss, remat_policy="full")
+    jax.jit(jax.grad(wrapped)).lower(*shapes)
+    for _, make in _key_cases()[:2]:
+        jax.grad(wrapped)(*map(make, shapes))
+    assert len(planned) == once
+    # Another dtype, weak type or differentiated argument is another program.
+    jax.jit(jax.grad(wrapped)).lower(
+        shapes[0], jax.ShapeDtypeStruct((64, 16), jnp.float32, weak_type=True)
+    )
+    assert len(planned) > once
+    twice = len(planned)
+    jax.grad(wrapped, (0, 1))(*(jnp.ones(s.shape) for s in shapes))
+    assert len(planned) > twice
