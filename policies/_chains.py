@@ -47,7 +47,6 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.errors import PolicyError
-from remat.interrupt import interrupted
 from remat.policies._segments import Emitter, needed_again
 from remat.policies.problem import Problem, replay
 
@@ -361,7 +360,11 @@ def _revolve_split(length: int, snapshots: int) -> int:
 
 
 def solve_stages(
-    stages: Sequence[ChainStage], budget_bytes: int, *, slots: int = 500
+    stages: Sequence[ChainStage],
+    budget_bytes: int,
+    *,
+    slots: int = 500,
+    stop: Callable[[], bool] | None = None,
 ) -> StagePlan | None:
     """Returns the cheapest persistent schedule of a chain within a budget, or `None` if there is none.
 
@@ -369,6 +372,7 @@ def solve_stages(
         stages: first stage first.
         budget_bytes: bound on what is alive besides the first stage's input.
         slots: memory is counted in at most that many units; more slots round less.
+        stop: asked before every row of the table; True ends without a schedule.
 
     Raises:
         PolicyError: no stage, a negative budget or no slot.
@@ -381,7 +385,8 @@ def solve_stages(
     table = _Table(stages, budget_bytes, slots)
     if table.top < 0:
         return None
-    table.fill()
+    if not table.fill(stop):
+        return None
     last = len(stages) - 1
     cost = float(table.cost[0, 0, last, table.top])
     if not math.isfinite(cost):
@@ -457,9 +462,12 @@ class _Table:
         left = self.ladder[None, :] - taken[:, None]
         return np.where(left < 0, self.top + 1, left)
 
-    def fill(self) -> None:
+    def fill(self, stop: Callable[[], bool] | None) -> bool:
+        """Fills the table; returns whether it was let to."""
         count = len(self.stages)
         for length in range(1, count + 1):
+            if stop is not None and stop():
+                return False
             for first in range(count - length + 1):
                 last = first + length - 1
                 taken = self.grid.held_slots(self.inputs[first])
@@ -467,6 +475,7 @@ class _Table:
                     self._cell(first, last, held)
                     row = self.shifted[held, last, first]
                     row[taken:] = self.cost[held, first, last, : max(self.top + 1 - taken, 0)]
+        return True
 
     def _alive(self, last: int, held: int) -> int:
         """Bytes alive on the right while stages up to `last` run again."""
@@ -827,11 +836,22 @@ def stages_of(chain: Chain, *, max_options: int = 12) -> tuple[ChainStage, ...]:
     Raises:
         PolicyError: `max_options` is below 2.
     """
+    stages = _stages_until(chain, max_options, None)
+    assert stages is not None
+    return stages
+
+
+def _stages_until(
+    chain: Chain, max_options: int, stop: Callable[[], bool] | None
+) -> tuple[ChainStage, ...] | None:
+    """As `stages_of`; `stop` is asked before every stage, True ends without a result, None."""
     if max_options < 2:
         raise PolicyError(f"stages_of(max_options={max_options}): expected at least 2")
     known: dict[object, ChainStage] = {}
     stages: list[ChainStage] = []
     for index in range(len(chain.segments)):
+        if stop is not None and stop():
+            return None
         measure = _Measure(chain, index)
         key = measure.key()
         if key not in known:
@@ -1067,6 +1087,7 @@ def solve_chain(
     slots: int = 500,
     max_stages: int = 100,
     max_options: int = 16,
+    stop: Callable[[], bool] | None = None,
 ) -> ChainPlan | None:
     """Applies the dynamic program to the chain in a problem.
 
@@ -1082,6 +1103,7 @@ def solve_chain(
         slots: see `solve_stages`.
         max_stages: stages are merged at least until there are no more than that.
         max_options: see `stages_of`.
+        stop: asked before every form of the chain and every row of a table; True ends with the best so far.
 
     Returns:
         A plan whose peak, by `replay`, is within the budget; `None` if the problem has no chain or no
@@ -1090,8 +1112,10 @@ def solve_chain(
     Raises:
         PolicyError: a number is out of range.
     """
-    prepared = prepare_chain(problem, chain=chain, max_stages=max_stages, max_options=max_options)
-    return None if prepared is None else prepared.solve(budget_bytes, slots=slots)
+    prepared = prepare_chain(
+        problem, chain=chain, max_stages=max_stages, max_options=max_options, stop=stop
+    )
+    return None if prepared is None else prepared.solve(budget_bytes, slots=slots, stop=stop)
 
 
 def prepare_chain(
@@ -1100,11 +1124,12 @@ def prepare_chain(
     chain: Chain | None = None,
     max_stages: int = 100,
     max_options: int = 16,
+    stop: Callable[[], bool] | None = None,
 ) -> PreparedChain | None:
     """Does what `solve_chain` does before it looks at the budget; for several budgets do it once.
 
     Args:
-        problem, chain, max_stages, max_options: see `solve_chain`.
+        problem, chain, max_stages, max_options, stop: see `solve_chain`.
 
     Returns:
         `None` if the problem has no chain.
@@ -1127,7 +1152,13 @@ def prepare_chain(
             chains.append(chain_of(problem, pinned=found.floating) or found)
             chains.append(chain_of(problem, let_float=False) or found)
         forms = [form for one in dict.fromkeys(chains) for form in _forms(one, max_stages)]
-    return PreparedChain(tuple((form, stages_of(form, max_options=max_options)) for form in forms))
+    measured: list[tuple[Chain, tuple[ChainStage, ...]]] = []
+    for form in forms:
+        stages = _stages_until(form, max_options, stop)
+        if stages is None:
+            break
+        measured.append((form, stages))
+    return PreparedChain(tuple(measured))
 
 
 @dataclass(frozen=True, eq=False)
@@ -1136,24 +1167,30 @@ class PreparedChain:
 
     forms: tuple[tuple[Chain, tuple[ChainStage, ...]], ...]
 
-    def solve(self, budget_bytes: int, *, slots: int = 500) -> ChainPlan | None:
+    def solve(
+        self, budget_bytes: int, *, slots: int = 500, stop: Callable[[], bool] | None = None
+    ) -> ChainPlan | None:
         """Returns the cheapest plan of all forms within the budget; see `solve_chain`."""
         plans: list[ChainPlan] = []
         for form, stages in self.forms:
-            plan = _solve_form(form, stages, budget_bytes, slots)
-            plans += [] if plan is None else [plan]
-            if interrupted():
+            if stop is not None and stop():
                 break
+            plan = _solve_form(form, stages, budget_bytes, slots, stop)
+            plans += [] if plan is None else [plan]
         return min(plans, key=lambda plan: (plan.extra_cost, plan.peak_bytes), default=None)
 
 
 def _solve_form(
-    chain: Chain, stages: Sequence[ChainStage], budget_bytes: int, slots: int
+    chain: Chain,
+    stages: Sequence[ChainStage],
+    budget_bytes: int,
+    slots: int,
+    stop: Callable[[], bool] | None,
 ) -> ChainPlan | None:
     free_bytes = budget_bytes - chain.pinned_bytes
     if free_bytes < 0:
         return None
-    plan = solve_stages(stages, free_bytes, slots=slots)
+    plan = solve_stages(stages, free_bytes, slots=slots, stop=stop)
     if plan is None:
         return None
     realised = _judged(chain, plan, run_steps(chain, stages, plan.steps))

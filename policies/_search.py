@@ -42,16 +42,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from remat.deadline import seconds_left
 from remat.errors import RematWarning
 from remat.interrupt import Keyboard
 from remat.policies import _search_kernel as plain
 from remat.policies.problem import Ints, Problem, replay
 
-__all__ = ["Ended", "Found", "SearchState", "is_compilable", "renumbered", "search"]
+__all__ = ["Ended", "Found", "SearchState", "is_compilable", "is_ready", "renumbered", "search"]
 
 #: Why a search ended: nothing is cheaper than no repetition, a limit, `stop`, or Ctrl-C.
 Ended = Literal["optimal", "seconds", "proposals", "stopped", "interrupted"]
@@ -68,6 +70,7 @@ _LARGE = 2000  # nodes
 _PRICE_STEP, _PRICE_LOW, _PRICE_HIGH = 1.006, 1e-3, 1e4
 _PRICE_URGE = 0.06  # logarithm of the step until the budget is first met, up to 100 nodes
 _SLICE_SECONDS = 0.05
+_COMPILE_SECONDS = 15.0  # what compiling the inner loop takes, once per machine
 _SLICE = 2048  # proposals of a slice if proposals are limited: part of what makes it deterministic
 _COST_STEPS = 1 << 46  # costs that are not whole are rounded to this share of the total
 
@@ -208,6 +211,23 @@ def search(
         compiled=compiled,
         ended="optimal" if found.ended == "optimal" else ended,
     )
+
+
+def is_ready() -> bool:
+    """Whether to search with the compiled inner loop: numba is there, and so is the time to compile it."""
+    if not is_compilable():
+        return False
+    return seconds_left() >= _COMPILE_SECONDS or _is_loaded() or _is_on_disk()
+
+
+def _is_loaded() -> bool:
+    return _compiled_once.cache_info().currsize > 0
+
+
+def _is_on_disk() -> bool:
+    """Whether numba's cache has the inner loop."""
+    folder = Path(_kernel(compiled=True).run.stats.cache_path or "")
+    return any(folder.glob("_search_kernel.run-*.nbi"))
 
 
 def is_compilable() -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from remat.deadline import out_of_time, seconds_left
 from remat.errors import BudgetError
-from remat.interrupt import Keyboard, interrupted, say
+from remat.interrupt import Keyboard, ended, interrupted, say
 from remat.plan import Certificate, Status
-from remat.policies._chains import solve_chain
+from remat.policies._chains import prepare_chain, solve_chain
 from remat.policies._ilp_cut import CutBound, cut_bound, once_each
-from remat.policies._search import is_compilable, search
-from remat.policies._segments import grid_search, recursive_segments, sequence_of_saved
+from remat.policies._search import is_ready, search
+from remat.policies._segments import (
+    grid_search,
+    recursive_segments,
+    sequence_of_saved,
+    sqrt_segments,
+)
 from remat.policies.base import Decision, largest_named, required_saves
 from remat.policies.condense import Condensed
 from remat.policies.min_cut import MinCut
@@ -29,6 +34,7 @@ __all__ = [
     "first_bound",
     "infeasible",
     "cuts_of",
+    "smallest_known",
     "starts",
     "too_small_message",
 ]
@@ -37,6 +43,9 @@ EFFORT = 4000
 """Proposals of the local search per node."""
 TOLERANCE = 0.002
 """Share of the program's cost above the bound at which a twentieth of that is enough."""
+_SEARCH_SHARE = 0.5  # of the time left, for a search in Python ...
+_FINE = 0.02  # share of a peak to which the smallest one of a chain is sought
+_LONG_SECONDS = 120.0  # ... or of this, where there is no limit
 _CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
 
 # Costs are reported in whole units of 1e-12 (picoseconds, if costs are seconds).
@@ -60,7 +69,6 @@ class Pool:
         self.budget_bytes = budget_bytes
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
-        self.solver_seconds = 0.0  # spent by what a time limit ends
 
     def offer(self, label: str, sequence: Sequence[int]) -> Candidate:
         """Judges a sequence and keeps it if it is the cheapest that fits, or the smallest."""
@@ -74,18 +82,19 @@ class Pool:
         return found
 
     def offer_all(self, found: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Judges several sequences with their labels."""
+        """Judges several sequences with their labels, until the time is up."""
         for label, sequence in found:
             self.offer(label, sequence)
-            if self.best is not None and interrupted():
+            if out_of_time() or (self.best is not None and interrupted()):
                 return
 
     def begin(self, condensed: Condensed, bound: CutBound) -> None:
         """Offers the cuts that the bound met and the starts; the frugal ones if none of them fits."""
         self.offer_all(cuts_of(self.problem, bound))
-        self.offer_all(starts(condensed))
-        if self.best is None:
-            self.offer_all(starts(condensed, frugal=True))
+        for frugal in (False, True):
+            if out_of_time() or (frugal and self.best is not None):
+                return
+            self.offer_all(starts(condensed, frugal=frugal))
 
     def improve(
         self,
@@ -94,7 +103,6 @@ class Pool:
         *,
         effort: int = EFFORT,
         tolerance: float = TOLERANCE,
-        seconds: float,
         thorough: bool = False,
     ) -> tuple[str, ...]:
         """Improves the best by local search and the dynamic program for chains of blocks; returns notes.
@@ -104,49 +112,45 @@ class Pool:
             proven: lower bound on the extra cost.
             effort: proposals of the search per node.
             tolerance: share of the program's cost above the bound at which a twentieth of the effort is enough.
-            seconds: limit on a search where numba is not installed.
             thorough: take all of the effort in any case.
         """
-        if interrupted():
+        if ended():
             return ()
-        notes = [self._search(name, effort // 20, 0, seconds)]
+        notes = [self._search(name, effort // 20, 0)]
         if not thorough and self.within(proven, tolerance):
             return tuple(notes)
-        if len(self.problem) <= _CHAIN_LIMIT and not interrupted():
+        if len(self.problem) <= _CHAIN_LIMIT and not ended():
             say(f"{name}: dynamic program across blocks, from {self.extra}")
             keyboard = Keyboard()
             with keyboard.caught():  # it has nothing to show before it is done
-                chain = solve_chain(self.problem, self.budget_bytes)
+                chain = solve_chain(self.problem, self.budget_bytes, stop=ended)
                 if chain is not None:
                     self.offer("chain", chain.sequence)
             if keyboard.pressed and not interrupted():  # nobody else knows of it
                 raise KeyboardInterrupt
-        if not interrupted():
-            notes.append(self._search(name, effort, 1, seconds))
+        if not ended():
+            notes.append(self._search(name, effort, 1))
         return tuple(notes)
 
-    def _search(self, name: str, effort: int, seed: int, seconds: float) -> str:
-        compiled = is_compilable()
-        begin = time.perf_counter()
+    def _search(self, name: str, effort: int, seed: int) -> str:
+        compiled = is_ready()
         say(f"{name}: local search, from {self.extra}")
         found = search(
             self.problem,
             self.budget_bytes,
             start=self.start,
             proposals=max(1, effort) * len(self.problem) if compiled else None,
-            seconds=seconds,
+            seconds=_SEARCH_SHARE * min(seconds_left(), _LONG_SECONDS),
             seed=seed,
-            stop=interrupted,
+            compiled=compiled,
+            stop=ended,
         )
-        if not compiled:
-            self.solver_seconds += time.perf_counter() - begin
         self.offer("local search", found.sequence.tolist())
-        how = (
-            ""
-            if compiled
-            else " in Python, stopped by the clock: pip install numba makes it a hundred times faster"
-        )
-        return f"local search: {found.proposals:,} proposals{how}"
+        if not compiled:  # how many proposals it makes is for the clock to say
+            return "local search in Python, ended by the clock"
+        if found.ended in ("stopped", "interrupted"):
+            return "local search: ended before its last proposal"
+        return f"local search: {found.proposals:,} proposals"
 
     def within(self, proven: float, tolerance: float) -> bool:
         """Whether the best is at most that share of the program's cost above the bound."""
@@ -181,7 +185,7 @@ def _by_peak(found: Candidate) -> tuple[int, float]:
 def first_bound(name: str, problem: Problem, budget_bytes: int) -> CutBound:
     """Announces a policy's planning and returns the Lagrangian bound to begin with."""
     say(f"{name}: {len(problem):,} buffers within {human_bytes(budget_bytes)}: a bound, and starts")
-    return cut_bound(problem, budget_bytes, stop=interrupted)
+    return cut_bound(problem, budget_bytes, stop=ended)
 
 
 def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str, Sequence[int]]]:
@@ -200,6 +204,33 @@ def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str,
                 seen.add(nodes)
                 yield f"min_cut {heavy}", sequence_of_saved(problem, nodes)
     yield "segments", grid_search(problem).sequence
+
+
+def smallest_known(condensed: Condensed) -> Decision:
+    """Returns the decision with the fewest bytes of buffers that quick planners find, whatever it costs."""
+    problem = condensed.problem
+    pool = Pool(problem, 0)
+    pool.offer("keep all", problem.first_runs.tolist())
+    pool.offer_all(starts(condensed, frugal=True))
+    pool.offer_all(starts(condensed))
+    k = 2
+    while k < problem.turn and not ended():
+        pool.offer(f"sqrt k={k}", sqrt_segments(problem, k).sequence)
+        k = max(k + 1, round(k * 1.5))
+    prepared = prepare_chain(problem, stop=ended) if len(problem) <= _CHAIN_LIMIT else None
+    assert pool.smallest is not None
+    low, high = problem.floor_bytes, pool.smallest.replayed.peak_bytes
+    while prepared is not None and low < high and not ended():
+        middle = (low + high) // 2
+        plan = prepared.solve(middle, stop=ended)
+        if plan is None:
+            low = middle + 1
+        else:
+            pool.offer("chain", plan.sequence)
+            high = min(middle, plan.peak_bytes)
+        if high - low < _FINE * high:
+            break
+    return replace(decision_of(condensed, pool.smallest, 0.0, ()), status="heuristic")
 
 
 def cuts_of(problem: Problem, bound: CutBound) -> Iterator[tuple[str, Sequence[int]]]:
@@ -251,7 +282,6 @@ def decision_of(
     found: Candidate,
     bound: float,
     notes: tuple[str, ...],
-    solver_seconds: float = 0.0,
 ) -> Decision:
     """Returns the decision behind a sequence, with the bound on its cost as certificate.
 
@@ -262,7 +292,6 @@ def decision_of(
         found: the sequence.
         bound: proven lower bound on the extra cost of any sequence within the budget, 0 if none is known.
         notes: for the reader of the plan.
-        solver_seconds: spent on what a time limit ends.
     """
     problem = condensed.problem
     found = _postponed(problem, found)
@@ -285,7 +314,6 @@ def decision_of(
         notes=(f"start: {found.label}", *notes),
         order=condensed.backward_order(found.sequence) if savable else None,
         buffer_peak_bytes=found.replayed.peak_bytes if savable else None,
-        solver_seconds=solver_seconds,
     )
 
 

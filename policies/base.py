@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
 from remat.errors import PolicyError, nearest
@@ -39,8 +39,6 @@ class Decision:
         buffer_peak_bytes: peak of the buffers as the policy counted them, None if it did not.
         forms: the form in which a value is kept where it is not the smallest lossless one, by value id; see
             `remat.forms`.
-        solver_seconds: time spent on what the policy's field `seconds` limits; None if it does not say. See
-            `remat.time_limit`.
     """
 
     saved: frozenset[int]
@@ -50,7 +48,6 @@ class Decision:
     order: tuple[int, ...] | None = None
     buffer_peak_bytes: int | None = None
     forms: tuple[tuple[int, str], ...] = ()
-    solver_seconds: float | None = field(default=None, compare=False)
 
 
 @runtime_checkable
@@ -77,8 +74,9 @@ class Policy(Protocol):
 class BudgetPolicy(Protocol):
     """A policy that can plan within a budget.
 
-    One planning asks it several times. If it is a dataclass with a field `seconds`, that limits the time of its
-    solvers in all of them: every request goes to a copy with less (`remat.time_limit`).
+    One planning asks it several times. If it is a dataclass with a field `seconds`, that limits the time of the
+    whole planning: every request goes to a copy with less (`remat.time_limit`), and where
+    `remat.deadline.out_of_time` says so, a policy returns the best it has, or raises BudgetError.
     """
 
     name: ClassVar[str]

@@ -23,13 +23,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from remat.deadline import limited, seconds_left
 from remat.devices import get_device
 from remat.errors import PolicyError
 from remat.graph import Graph
-from remat.interrupt import interrupted, say, solver_says
+from remat.interrupt import ended, say, solver_says
 from remat.policies._checkmate_model import round_lp
 from remat.policies._milp import solve_restricted
-from remat.policies._search import is_compilable
+from remat.policies._search import is_ready
 from remat.policies._within import Pool, decision_of, first_bound, infeasible
 from remat.policies.base import Decision
 from remat.policies.condense import Condensed, Objective, condense
@@ -47,7 +48,8 @@ class Checkmate:
     Attributes:
         method: `optimal` or `approximate`.
         objective: what recomputation costs: roofline `seconds`, or `flops`.
-        seconds: limit on the solver's time in one planning; the best plan so far is returned with its gap.
+        seconds: limit on the time of one planning, whatever runs inside; the best plan so far is returned with its
+            gap.
         gap: relative gap of the extra cost at which to stop.
         device: whose roofline prices the nodes.
     """
@@ -91,6 +93,10 @@ class Checkmate:
         return self._solve(condensed, budget_bytes)
 
     def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
+        with limited(self.seconds):
+            return self._solved(condensed, budget_bytes)
+
+    def _solved(self, condensed: Condensed, budget_bytes: int) -> Decision:
         problem = condensed.problem
         pool = Pool(problem, budget_bytes)
         everything = pool.offer("keep all", problem.first_runs.tolist())
@@ -107,31 +113,28 @@ class Checkmate:
                     "remat_policy='ilp'."
                 )
             notes: tuple[str, ...] = ()
-            say(f"{self.name}: relaxation, {self.seconds:.0f} s at most")
-            solved = round_lp(problem, budget_bytes, seconds=self.seconds, stop=interrupted)
+            seconds = seconds_left()
+            say(f"{self.name}: relaxation, {seconds:.0f} s at most")
+            solved = round_lp(problem, budget_bytes, seconds=seconds, stop=ended)
         else:
             pool.begin(condensed, bound)
             # The start is that of `ilp`, so that the two differ by what they do with it. Without numba the
             # search would take seconds from the integer program.
-            notes = (
-                pool.improve(self.name, bound.bound, seconds=self.seconds)
-                if is_compilable()
-                else ()
-            )
-            say(f"{self.name}: integer program, {self.seconds:.0f} s at most, from {pool.extra}")
+            notes = pool.improve(self.name, bound.bound) if is_ready() else ()
+            seconds = seconds_left()
+            say(f"{self.name}: integer program, {seconds:.0f} s at most, from {pool.extra}")
             solved = solve_restricted(
                 problem,
                 budget_bytes,
                 start=pool.start,
-                seconds=self.seconds,
+                seconds=seconds,
                 gap=self.gap,
-                stop=interrupted,
+                stop=ended,
                 progress=solver_says(f"{self.name}: integer program", problem.total_cost),
             )
         if solved.sequence is not None:
             pool.offer(solved.method, solved.sequence)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        note = f"{solved.method}: {solved.status} after {solved.solve_seconds:.1f} s"
-        proven, spent = max(bound.bound, solved.bound), solved.solve_seconds
-        return decision_of(condensed, pool.best, proven, (*notes, note), spent)
+        note = f"{solved.method}: {solved.status}"
+        return decision_of(condensed, pool.best, max(bound.bound, solved.bound), (*notes, note))

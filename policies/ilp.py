@@ -26,7 +26,9 @@ kernels, not these copies; the cut counts what is kept as traffic. Its certifica
 `objective="flops"` a body keeps everything, too: nothing takes fewer operations.
 
 Complexity: starts near linear; search `effort` proposals of logarithmic cost each; the integer program is
-exponential and stops after `seconds`.
+exponential. All of it ends after `seconds`, with the best sequence by then: searches and solvers ask several times
+a second, loops ask between two steps; one minimum cut, one of Chen's segmentations and one row of the dynamic
+program run to their end (milliseconds up to a thousand buffers).
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
+from remat.deadline import limited, seconds_left
 from remat.devices import get_device
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations
-from remat.interrupt import interrupted, say, solver_says
+from remat.interrupt import ended, say, solver_says
 from remat.policies._joint_bound import joint_bound
 from remat.policies._milp import solve_restricted
-from remat.policies._search import is_compilable, search
+from remat.policies._search import is_ready, search
 from remat.policies._within import (
     EFFORT,
     TOLERANCE,
@@ -66,6 +69,8 @@ _RESTARTS, _HEAT = 6, 10.0  # hot searches, each from the sequence without repet
 _POLISHES = 10  # searches after them, from the best
 # No rewrite is planned beside the rewrites if the starts find it at most this much dearer.
 _CLOSE = 1.02
+# Of the limit: for the integer program, for the bound from several moments, and for a gap that is only unclear.
+_EXACT_SHARE, _BOUND_SHARE, _UNCLEAR_SHARE = 1 / 3, 1 / 3, 1 / 12
 _BODY_NOTE = "loop body: a minimum cut, because what is kept is written and read in every iteration"
 
 Method = Literal["auto", "exact", "search", "starts"]
@@ -94,9 +99,9 @@ class Ilp:
         method: `search` never runs the integer program, `exact` always, `starts` not even the search; `auto` runs
             it where it pays.
         exact_limit: nodes up to which `auto` always runs the integer program.
-        seconds: limit on the integer programs' time in one planning, and on the searches' where numba is not
-            installed. A plan that hits it may differ between runs.
-        effort: proposals of the local search per node; its result is the same in every run.
+        seconds: limit on the time of one planning, whatever runs inside. A plan that hits it, or whose integer
+            program hits its share, may differ between runs.
+        effort: proposals of the local search per node; its result is the same in every run, unless the time is up.
         tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
             twentieth of that effort to be enough.
         costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop bodies
@@ -109,7 +114,7 @@ class Ilp:
     objective: Objective = "seconds"
     method: Method = "auto"
     exact_limit: int = 60
-    seconds: float = 20.0
+    seconds: float = 60.0
     effort: int = EFFORT
     tolerance: float = TOLERANCE
     costs: MeasuredCosts | None = field(default=None, repr=False)
@@ -187,6 +192,10 @@ class Ilp:
         return condense(graph, device=self.device, objective=self.objective, op_seconds=measured)
 
     def _solve(self, condensed: Condensed, budget_bytes: int) -> Decision:
+        with limited(self.seconds):
+            return self._solved(condensed, budget_bytes)
+
+    def _solved(self, condensed: Condensed, budget_bytes: int) -> Decision:
         problem = condensed.problem
         pool = Pool(problem, budget_bytes)
         everything = pool.offer("keep all", problem.first_runs.tolist())
@@ -200,11 +209,11 @@ class Ilp:
         proven, notes = self._improve(pool, bound.bound)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        return decision_of(condensed, pool.best, proven, notes, pool.solver_seconds)
+        return decision_of(condensed, pool.best, proven, notes)
 
     def _improve(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
         """Improves the pool's best; returns the bound and notes."""
-        if self.method == "starts" or interrupted():
+        if self.method == "starts" or ended():
             return proven, ()
         count = len(pool.problem)
         notes = list(
@@ -213,21 +222,20 @@ class Ilp:
                 proven,
                 effort=self.effort,
                 tolerance=self.tolerance,
-                seconds=self.seconds,
                 thorough=self.method == "search",
             )
         )
-        if self.method == "auto" and count <= _EXACT_LIMIT and not interrupted():
+        if self.method == "auto" and count <= _EXACT_LIMIT and not ended():
             proven, more = self._narrow(pool, proven)
             notes += more
         unclear = not pool.within(proven, _UNCLEAR) and count <= _EXACT_LIMIT
-        if interrupted():
+        if ended():
             return proven, tuple(notes)
         if self.method == "exact" or (self.method == "auto" and count <= self.exact_limit):
-            proven, note = self._exact(pool, proven, self.seconds)
+            proven, note = self._exact(pool, proven, _EXACT_SHARE * self.seconds)
             notes.append(note)
         elif self.method == "auto" and unclear:
-            proven, note = self._exact(pool, proven, self.seconds / 4)
+            proven, note = self._exact(pool, proven, _UNCLEAR_SHARE * self.seconds)
             notes.append(note)
         return proven, tuple(notes)
 
@@ -235,11 +243,11 @@ class Ilp:
         """Where few large results fill the budget: hot searches, then the bound from several moments."""
         problem = pool.problem
         notes: list[str] = []
-        if not is_compilable() or pool.within(proven, _WIDE):
+        if not is_ready() or pool.within(proven, _WIDE):
             return proven, ()
         proposals = max(1, self.effort) * len(problem)
         for seed in range(_RESTARTS):
-            if interrupted():
+            if ended():
                 break
             say(f"{self.name}: hot search {seed + 1} of {_RESTARTS}, from {pool.extra}")
             found = search(
@@ -248,11 +256,11 @@ class Ilp:
                 proposals=proposals,
                 seed=seed,
                 heat=_HEAT,
-                stop=interrupted,
+                stop=ended,
             )
             pool.offer(f"hot search {seed}", found.sequence.tolist())
         for seed in range(_POLISHES):
-            if interrupted():
+            if ended():
                 break
             say(f"{self.name}: search {seed + 1} of {_POLISHES} from the best, {pool.extra}")
             found = search(
@@ -262,35 +270,37 @@ class Ilp:
                 proposals=proposals,
                 seed=_RESTARTS + seed,
                 heat=1.0 + seed % 2,
-                stop=interrupted,
+                stop=ended,
             )
             pool.offer("hot search, searched on", found.sequence.tolist())
-        if interrupted():
-            return proven, ("hot searches: interrupted",)
+        if ended():
+            return proven, ("hot searches: ended before the last",)
         notes.append(f"hot searches: {_RESTARTS}, then {_POLISHES} from the best")
         if pool.best is not None and not pool.within(proven, _WIDE):
             say(f"{self.name}: a bound from several moments, for {pool.extra}")
             enough = pool.best.replayed.extra_cost - _UNCLEAR * problem.total_cost
             joint = joint_bound(
-                problem, pool.budget_bytes, seconds=self.seconds, enough=enough, stop=interrupted
+                problem,
+                pool.budget_bytes,
+                seconds=min(_BOUND_SHARE * self.seconds, seconds_left()),
+                enough=enough,
+                stop=ended,
             )
-            pool.solver_seconds += joint.solve_seconds
             proven = max(proven, min(joint.bound, pool.best.replayed.extra_cost))
-            notes.append(f"bound from {joint.stages} moments after {joint.solve_seconds:.1f} s")
+            notes.append(f"bound from {joint.stages} moments")
         return proven, tuple(notes)
 
     def _exact(self, pool: Pool, proven: float, seconds: float) -> tuple[float, str]:
+        seconds = min(seconds, seconds_left())
         say(f"{self.name}: integer program, {seconds:.0f} s at most, from {pool.extra}")
         solved = solve_restricted(
             pool.problem,
             pool.budget_bytes,
             start=pool.start,
             seconds=seconds,
-            stop=interrupted,
+            stop=ended,
             progress=solver_says(f"{self.name}: integer program", pool.problem.total_cost),
         )
-        pool.solver_seconds += solved.solve_seconds
         if solved.sequence is not None:
             pool.offer("integer program", solved.sequence)
-        note = f"integer program: {solved.status} after {solved.solve_seconds:.1f} s"
-        return max(proven, solved.bound), note
+        return max(proven, solved.bound), f"integer program: {solved.status}"

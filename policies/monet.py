@@ -16,14 +16,14 @@ How it plans:
    session (`remat.budget`) plans each as `ilp` plans, and takes the cheapest; among those within 0.1 % of it, the
    one that is predicted to move the least. With loops it plans the first alone.
 
-So a plan without loops is at most 0.1 % dearer than that of `ilp` without rewrites, unless a time limit is reached,
-which the plans of the shortlist share. A joint program that runs out of time costs nothing but that time.
+So a plan without loops is at most 0.1 % dearer than that of `ilp` without rewrites, unless the time limit is
+reached, which everything shares.
 
 Guarantee: as `ilp` for the implementations chosen; the certificate is theirs. Without a budget it takes the choice
 whose program is the fastest with nothing repeated.
 
-Complexity: the starts of `ilp` once per choice, then `ilp` up to four times; the integer program is exponential and
-stops after `seconds`.
+Complexity: the starts of `ilp` once per choice, then `ilp` up to four times; the integer program is exponential.
+All of it ends after `seconds`.
 
 Departures: XLA chooses the algorithms of convolutions itself and the joint graph has the gradients of weights and
 of inputs as separate operators already, so that kind of the paper's implementations is not a choice here. A forward
@@ -38,9 +38,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+from remat.deadline import limited, seconds_left
 from remat.errors import BudgetError, PolicyError
 from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
-from remat.interrupt import interrupted, say, solver_says
+from remat.interrupt import ended, say, solver_says
 from remat.policies._implementations import merged_problem
 from remat.policies._monet_solve import solve_monet
 from remat.policies.base import (
@@ -57,6 +58,7 @@ __all__ = ["Monet"]
 _FOUND = "_monet"
 # So many choices, and no rewrite at all, are planned in full within a budget.
 _SHORTLIST = 3
+_JOINT_SHARE = 1 / 3  # of the time, for the joint program
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class Monet:
         implementations: which rewrites to choose from: `exact` for those whose gradients are bit-equal, `none`,
             `all`, or names of rules or kinds (`output`, `intermediate`); see `remat.rules`.
         exact_limit: buffers up to which the joint integer program runs; 0 for never.
-        seconds: limit on its time, and on that of `ilp`'s in one planning.
+        seconds: limit on the time of one planning, whatever runs inside.
         effort, tolerance: of `ilp`'s search.
         device: whose roofline prices the nodes.
     """
 
     implementations: Implementations = "exact"
     exact_limit: int = 100
-    seconds: float = 20.0
+    seconds: float = 60.0
     effort: int = 4000
     tolerance: float = 0.002
     device: str = "h200"
@@ -109,6 +111,10 @@ class Monet:
             menu: what there is.
             budget: bytes that plans have to fit in, None for no limit.
         """
+        with limited(self.seconds):
+            return self._shortlist(menu, budget)
+
+    def _shortlist(self, menu: Alternatives, budget: int | None) -> tuple[frozenset[str], ...]:
         nothing = frozenset[str]()
         if self.implementations == "none":
             return (nothing,)
@@ -130,7 +136,7 @@ class Monet:
             candidates |= dict.fromkeys(chosen)
         prices: dict[frozenset[str], tuple[bool, float, int]] = {}
         for index, chosen in enumerate(candidates):
-            if interrupted() and prices:
+            if ended() and prices:
                 break
             say(f"{self.name}: starts for choice {index + 1} of {len(candidates)} of rewrites")
             prices[chosen] = self._price(menu.graph(chosen), budget)
@@ -156,21 +162,19 @@ class Monet:
             return [], "no joint program: the rewrites order the graph in ways that contradict"
         total_cost = condense(menu.graph(()), device=self.device).problem.total_cost
         told = solver_says(f"{self.name}: joint program", total_cost)
-        say(f"{self.name}: joint program over implementations, {self.seconds:.0f} s at most")
+        seconds = min(_JOINT_SHARE * self.seconds, seconds_left())
+        say(f"{self.name}: joint program over implementations, {seconds:.0f} s at most")
         solved = solve_monet(
             merged.problem,
             budget,
-            seconds=self.seconds,
+            seconds=seconds,
             in_place=True,
-            stop=interrupted,
+            stop=ended,
             # Costs of whole programs: choices differ in what they cost with nothing repeated.
             progress=lambda cost, bound, at: told(cost - total_cost, bound - total_cost, at),
         )
         gap = f", gap {100 * solved.gap:.2g}%" if solved.selection is not None else ""
-        note = (
-            f"joint program over implementations at {budget:,} bytes: {solved.status}{gap} after "
-            f"{solved.solve_seconds:.1f} s"
-        )
+        note = f"joint program over implementations at {budget:,} bytes: {solved.status}{gap}"
         return [] if solved.selection is None else [merged.sites(solved.selection)], note
 
     def _price(self, graph: Graph, budget: int | None) -> tuple[bool, float, int]:

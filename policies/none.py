@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.graph import Graph
+from remat.plan import form_of
 from remat.policies.base import Decision, required_saves
 from remat.schedule import no_remat_saved
 
@@ -38,5 +39,10 @@ class Unchanged:
     def decide(self, graph: Graph) -> Decision:
         """Returns the residuals of plain differentiation."""
         kept = frozenset(no_remat_saved(graph))
-        raw = tuple((v, "raw") for v in sorted(kept) if graph.values[v].producer is not None)
+        # Kept or not: masks of random bits would otherwise be packed as soon as they are drawn.
+        raw = tuple(
+            (v.id, "raw")
+            for v in graph.values
+            if v.producer is not None and (v.id in kept or form_of(v) != "raw")
+        )
         return Decision(kept, forms=raw, notes=("as without rematerialization",))

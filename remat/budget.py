@@ -13,13 +13,13 @@ fits.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
+from remat.deadline import now, out_of_time
 from remat.errors import BudgetError
 from remat.graph import Alternatives, Graph
-from remat.interrupt import interrupted, raise_interrupt, say
+from remat.interrupt import ended, interrupted, raise_interrupt, say
 from remat.loops import (
     BodyOption,
     LoopOption,
@@ -35,19 +35,20 @@ from remat.memory import peak_bytes, predict
 from remat.plan import LoopPlan, Plan
 from remat.planner import NO_CHUNKS, SteadyPlanner, is_rest, whole_of
 from remat.planning import make_plan, plan_from_saved
-from remat.policies import Full, MinCut, Policy, Unchanged
-from remat.policies.base import (
-    BudgetPolicy,
-    Decision,
-    choose_sites,
-    describe_options,
-    largest_named,
+from remat.policies import Full, MinCut, Policy
+from remat.policies.base import BudgetPolicy, Decision, choose_sites, describe_options
+from remat.resort import (
+    Limit,
+    UnchangedPlanner,
+    held,
+    limit_bytes,
+    resorts,
+    too_small,
+    unchanged_plan,
 )
 from remat.time_limit import TimeLimit
 
-__all__ = ["MARGIN", "BudgetSession", "Limit", "held", "limit_bytes", "plan_within", "too_small"]
-
-Limit = int | float
+__all__ = ["MARGIN", "BudgetSession", "plan_within"]
 
 _ATTEMPTS = 5
 MARGIN = 0.03
@@ -60,12 +61,8 @@ _ROUNDS = 6
 _HOPE = 1.05
 # Costs that differ by less than this share are those of equally good plans.
 _ALIKE = 0.001
+_NO_LIMIT = 1 << 62  # bytes
 _INTERRUPTED = "interrupted: the best plan so far"
-
-
-def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
-    """Returns a limit in bytes; a float is a fraction of the peak without rematerialization."""
-    return int(limit * baseline_peak_bytes) if isinstance(limit, float) else limit
 
 
 def plan_within(
@@ -79,63 +76,114 @@ def plan_within(
 ) -> Plan:
     """Plans a graph so that its predicted peak is at most `budget_bytes`.
 
+    Where keeping everything fits, nothing is repeated for the budget's sake, and no margin is left.
+
     Args:
         graph: a joint graph.
-        policy: any policy; one without `decide_within` is planned as it is.
+        policy: any policy; one without `decide_within` is planned as it is, and where that does not fit, the
+            program stays as it is if that does.
         budget_bytes: bound on `Plan.peak_bytes`.
         barriers: as in `remat.planning.make_plan`.
         limit: of the policy's time, where this is part of a larger planning; its own by default.
         margin: share of the budget that plans leave for the prediction's error, if there is one that can.
 
     Raises:
-        BudgetError: no plan that fits was found; the message has the smallest peak found.
+        BudgetError: no plan that fits was found; the message has the smallest peak found, which can be planned
+            for.
     """
     if not isinstance(policy, BudgetPolicy):
         plan = make_plan(graph, policy, barriers=barriers)
+        if plan.peak_bytes > budget_bytes:
+            plan = min(plan, unchanged_plan(graph, policy), key=lambda p: p.peak_bytes)
         return held(plan, budget_bytes)
-    start = time.perf_counter()
-    offered = _Offers(graph, limit or TimeLimit(policy), budget_bytes, barriers)
-    offered.run(int((1 - margin) * budget_bytes))
-    if offered.best is None and margin:  # nothing leaves it
-        offered.run(budget_bytes)
-    if offered.best is None:
-        offered.best = _simple(graph, policy, budget_bytes, barriers)
-    if offered.best is None:
+    limit = limit or TimeLimit(policy)
+    with limit.running():
+        return _Within(graph, limit, budget_bytes, barriers, margin).plan()
+
+
+class _Within:
+    """Plans one graph within a budget; the arguments are those of `plan_within`."""
+
+    def __init__(
+        self, graph: Graph, limit: TimeLimit, budget_bytes: int, barriers: bool, margin: float
+    ) -> None:
+        self.graph = graph
+        self.limit = limit
+        self.policy = limit.policy
+        self.budget_bytes = budget_bytes
+        self.barriers = barriers
+        self.margin = margin
+        self.began = now()
+        self.offered = _Offers(graph, limit.policy, barriers)
+        self._resorts: list[Plan] = []
+
+    def plan(self) -> Plan:
+        """Returns the plan.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        plan = self.asked() or self.resorted()
+        if plan is None:
+            raise self.refusal()
+        return plan
+
+    def asked(self) -> Plan | None:
+        """Returns what the policy makes that fits, or the program as it is if that fits."""
+        plain = unchanged_plan(self.graph, self.policy)
+        if plain.peak_bytes <= self.budget_bytes:
+            return self._finished(self._freely(plain))
+        if self.margin:  # half of the time, so that what fits without it is found, too
+            self.offered.run(int((1 - self.margin) * self.budget_bytes), self.limit.part(2))
+        if self.offered.best is None:
+            self.offered.run(self.budget_bytes, self.limit)
+        best = self.offered.best
+        return None if best is None else self._finished(best)
+
+    def resorted(self) -> Plan | None:
+        """Returns the cheapest of `remat.resort.resorts` that fits."""
+        self._resorts = list(resorts(self.graph, self.policy, barriers=self.barriers))
+        fitting = [plan for plan in self._resorts if plan.peak_bytes <= self.budget_bytes]
+        if not fitting:
+            return None
+        return self._finished(min(fitting, key=lambda plan: plan.recompute_seconds))
+
+    def refusal(self) -> BudgetError:
+        """Returns the error, after `resorted`: with a smallest peak that can be planned for.
+
+        What falls back on resorts can do so again. What the policy found on the way to this budget it need not
+        find on the way to another: it is asked.
+
+        Raises:
+            KeyboardInterrupt: the planning was interrupted.
+        """
         raise_interrupt()
-        if offered.smallest is None:
-            assert offered.error is not None
-            raise offered.error
-        raise too_small(offered.smallest, budget_bytes)
-    return replace(
-        offered.best, budget_bytes=budget_bytes, solve_seconds=time.perf_counter() - start
-    )
+        smallest = min(self._resorts, key=lambda plan: plan.peak_bytes)
+        found = self.offered.smallest
+        if found is not None and found.peak_bytes < smallest.peak_bytes and not ended():
+            say(f"{self.policy.name}: nothing fits; is {found.peak_bytes:,} bytes enough?")
+            again = _Offers(self.graph, self.policy, self.barriers)
+            again.run(found.peak_bytes, self.limit)
+            if again.best is not None:
+                smallest = found
+        late = out_of_time()
+        raise_interrupt()
+        return too_small(smallest, self.budget_bytes, seconds=self.limit.seconds if late else None)
 
+    def _freely(self, plain: Plan) -> Plan:
+        """What the policy makes without a limit if that fits, else the program as it is, which does."""
+        if out_of_time():
+            return plain
+        free = self.offered.ask(_NO_LIMIT, self.budget_bytes, self.limit)
+        if free.peak_bytes <= self.budget_bytes:
+            return free
+        if free.recomputed:
+            return plain
+        # It runs what the program as it is runs, and what is proven of its cost holds for that, too.
+        return replace(plain, status=free.status, certificate=free.certificate)
 
-def _simple(graph: Graph, policy: BudgetPolicy, budget_bytes: int, barriers: bool) -> Plan | None:
-    """The plan that changes nothing, or the minimum cut, where one of them fits.
-
-    A policy plans buffers, and where it finds that they do not fit, the prediction may still say that they do.
-    """
-    device = getattr(policy, "device", "h200")
-    simple = [(Unchanged().decide(graph), False)]
-    if hasattr(
-        policy, "implementations"
-    ):  # not a published algorithm, which should stay what it is
-        saved = MinCut(device=device).decide(graph).saved
-        note = "a minimum cut: nothing else was found that fits"
-        simple.append((Decision(saved, notes=(note,)), barriers))
-    for decision, tied in simple:
-        plan = plan_from_saved(
-            graph,
-            decision,
-            policy_name=policy.name,
-            options=describe_options(policy),
-            barriers=tied,
-            device=device,
-        )
-        if plan.peak_bytes <= budget_bytes:
-            return plan
-    return None
+    def _finished(self, plan: Plan) -> Plan:
+        return replace(plan, budget_bytes=self.budget_bytes, solve_seconds=now() - self.began)
 
 
 class _Offers:
@@ -146,26 +194,26 @@ class _Offers:
     difference of the last plan corrects the next request.
     """
 
-    def __init__(self, graph: Graph, limit: TimeLimit, budget_bytes: int, barriers: bool) -> None:
+    def __init__(self, graph: Graph, policy: BudgetPolicy, barriers: bool) -> None:
         self.graph = graph
-        self.limit = limit
-        self.budget_bytes = budget_bytes
+        self.policy = policy
         self.barriers = barriers
         self.best: Plan | None = None
         self.smallest: Plan | None = None
-        self.error: BudgetError | None = None
 
-    def run(self, aim_bytes: int) -> None:
-        """Fills `best`, `smallest` and `error`; `aim_bytes` is what the prediction should come close to."""
+    def run(self, aim_bytes: int, limit: TimeLimit) -> None:
+        """Fills `best` and `smallest`; `aim_bytes` is what the prediction should come close to."""
+        with limit.running():
+            self._run(aim_bytes, limit)
+
+    def _run(self, aim_bytes: int, limit: TimeLimit) -> None:
         target, low, high = aim_bytes, 0, math.inf
-        self.error = None
         for _ in range(_ATTEMPTS):
-            if self.best is not None and interrupted():
+            if out_of_time() or (self.best is not None and interrupted()):
                 return
             try:
-                plan = self._ask(target, aim_bytes)
+                plan = self.ask(target, aim_bytes, limit)
             except BudgetError as error:
-                self.error = self.error or error
                 low = max(low, target + 1)
                 target = max(round(target * _STEP), error.smallest_peak_bytes or 0)
             else:
@@ -183,9 +231,14 @@ class _Offers:
                     return
                 target = (low + int(high)) // 2  # too small before and too large after it
 
-    def _ask(self, target: int, aim_bytes: int) -> Plan:
-        decision = self.limit.decide_within(self.graph, target)
-        policy = self.limit.policy
+    def ask(self, target: int, aim_bytes: int, limit: TimeLimit) -> Plan:
+        """Returns the policy's plan for a target of buffers, noted as best if its prediction is within the aim.
+
+        Raises:
+            BudgetError: the policy's own.
+        """
+        decision = limit.decide_within(self.graph, target)
+        policy = self.policy
         plan = plan_from_saved(
             self.graph,
             decision,
@@ -207,47 +260,13 @@ def _program_cost(plan: Plan) -> float:
     return plan.recompute_seconds if plan.certificate is None else float(plan.certificate.value)
 
 
-def held(plan: Plan, limit: Limit) -> Plan:
-    """Returns the plan with its budget written on it.
-
-    Raises:
-        BudgetError: its predicted peak is above the limit.
-    """
-    budget_bytes = limit_bytes(limit, plan.baseline_peak_bytes)
-    if plan.peak_bytes > budget_bytes:
-        raise too_small(plan, budget_bytes)
-    return replace(plan, budget_bytes=budget_bytes)
-
-
-def too_small(plan: Plan, budget_bytes: int) -> BudgetError:
-    """Returns the error that says how far a plan is above a budget."""
-    advice = (
-        ""
-        if plan.policy_name == "ilp"
-        else ", or try remat_policy='ilp', which looks for the smallest"
-    )
-    return BudgetError(
-        f"policy {plan.policy_name!r} does not meet the budget of {budget_bytes:,} bytes: its plan peaks at "
-        f"{plan.peak_bytes:,} bytes (predicted; {plan.baseline_peak_bytes:,} without "
-        f"rematerialization). Smallest peak found: {plan.peak_bytes:,} bytes. {_what_forces(plan)}"
-        f"Raise the budget{advice}.",
-        smallest_peak_bytes=plan.peak_bytes,
-    )
-
-
-def _what_forces(plan: Plan) -> str:
-    """The largest values that are alive at the predicted peak."""
-    found = predict(plan.graph, plan.schedule, loops=plan.loops).at_peak
-    named = largest_named((x.label, x.op, x.nbytes) for x in found)
-    return f"The largest values alive at the peak: {named}. " if named else ""
-
-
 @dataclass
 class _Body(SteadyPlanner):
     """Plans one loop in a session: in the way that was chosen, or whole with the least its body can keep."""
 
     device: str
     policy: BudgetPolicy
+    time: TimeLimit
     menus: dict[str, list[BodyOption]] = field(default_factory=dict)
     inner: dict[str, _Body] = field(default_factory=dict)
     graph: Graph | None = None  # of one iteration, of the loop as a whole
@@ -281,7 +300,8 @@ class _Body(SteadyPlanner):
         assert self.graph is not None
         fingerprint = self.graph.fingerprint()
         if fingerprint not in self.menus:
-            self.menus[fingerprint] = body_options(self.graph, self.device)
+            with self.time.running():
+                self.menus[fingerprint] = body_options(self.graph, self.device)
         return self.menus[fingerprint]
 
     def options(self) -> list[LoopOption]:
@@ -303,8 +323,8 @@ class _Body(SteadyPlanner):
         """The loop of a chunk; a loop inside the body keeps the least: it runs once per iteration of this one."""
         if self.chosen is not None and self.chosen.chunks:
             chunks = () if is_rest(path) else self.chosen.chunks[1:]
-            return _InChunk(self.chosen.body, chunks, self.device, self.policy)
-        return self.inner.setdefault(path, _Body(self.device, self.policy))
+            return _InChunk(self.chosen.body, chunks, self.device, self.policy, self.time)
+        return self.inner.setdefault(path, _Body(self.device, self.policy, self.time))
 
 
 @dataclass(frozen=True)
@@ -315,6 +335,7 @@ class _InChunk(SteadyPlanner):
     chunks: tuple[int, ...]
     device: str
     policy: BudgetPolicy
+    time: TimeLimit
 
     def chunk_trips(self, length: int) -> int:
         """Chunks of the chunk."""
@@ -336,7 +357,7 @@ class _InChunk(SteadyPlanner):
     def child(self, path: str) -> SteadyPlanner:
         """As `_Body.child`."""
         if not self.chunks:
-            return _Body(self.device, self.policy)
+            return _Body(self.device, self.policy, self.time)
         chunks = () if is_rest(path) else self.chunks[1:]
         return replace(self, chunks=chunks)
 
@@ -391,11 +412,13 @@ class _Setting:
         choice: of every loop the index of its option, None for whole loops with the least their bodies can keep.
         within: bytes for what is outside of loops, None for no limit.
         keeps_least: whether without a limit nothing outside of loops is kept, instead of what a minimum cut keeps.
+        unchanged: whether everything is kept, in loops, too.
     """
 
     choice: tuple[int, ...] | None = None
     within: int | None = None
     keeps_least: bool = False
+    unchanged: bool = False
 
 
 _Search = Generator[_Setting, Plan | None, None]
@@ -407,7 +430,8 @@ class BudgetSession(SteadyPlanner):
     Round one leaves loops whole, keeps the least in every body and, outside of loops, what the minimum cut keeps.
     If that fits, what is left of the limit is spent on the loops. If it does not, either what is outside is planned
     within what the loops leave, or loops run in chunks, whichever is cheaper, and both if nothing else fits.
-    Every round checks the prediction for the whole; the estimate of the next is corrected by it.
+    Every round checks the prediction for the whole; the estimate of the next is corrected by it. Where nothing
+    fits, the program is tried as it is. All of it is within the policy's time limit.
 
     Args:
         policy: plans what is outside of loops.
@@ -423,6 +447,7 @@ class BudgetSession(SteadyPlanner):
         self.device = str(getattr(policy, "device", "h200"))
         self.bodies: dict[str, _Body] = {}
         self.least: Plan | None = None  # of the first round
+        self.baseline_peak_bytes = 0  # with loops; 0 until it is known
         self._setting = _Setting()
         self._refused = False
         self._search: _Search | None = None
@@ -432,50 +457,104 @@ class BudgetSession(SteadyPlanner):
 
     def child(self, path: str) -> SteadyPlanner:
         """Returns the planner of a loop's body."""
+        if self._setting.unchanged:
+            return UnchangedPlanner(self.policy)
         if is_rest(path):
             chosen = self.bodies[whole_of(path)].chosen
             assert chosen is not None
-            return _InChunk(chosen.body, (), self.device, self.policy)
-        return self.bodies.setdefault(path, _Body(self.device, self.policy))
+            return _InChunk(chosen.body, (), self.device, self.policy, self.time)
+        return self.bodies.setdefault(path, _Body(self.device, self.policy, self.time))
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns what the policy wants outside of the loops.
 
         Where it is undecided and there are no loops, each of its choices is planned and the cheapest plan kept;
-        where plans cost the same but for rounding, the one whose kernels are predicted to move the least.
+        where plans cost the same but for rounding, the one whose kernels are predicted to move the least. Where
+        none of them fits, nothing is rewritten if that fits.
+
+        Raises:
+            BudgetError: nothing fits.
         """
-        limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
-        shortlist = getattr(self.policy, "shortlist", None)
-        if shortlist is None or self.bodies:
-            return choose_sites(self.policy, menu, limit)
-        found: Sequence[frozenset[str]] = shortlist(menu, limit)
-        traffic: dict[int, int] = {}
-        planned: list[tuple[float, int]] = []  # certificates' costs, with indices
-        for index, chosen in enumerate(found):
-            if interrupted() and planned:
+        if self._setting.unchanged:
+            return frozenset()
+        with self.time.running():
+            limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
+            shortlist = getattr(self.policy, "shortlist", None)
+            if shortlist is None or self.bodies:
+                found = (choose_sites(self.policy, menu, limit),)
+            else:
+                found = shortlist(menu, limit)
+            if self.bodies or not any(found):
+                return found[0]
+            return self._cheapest_sites(menu, found, limit)
+
+    def _cheapest_sites(
+        self, menu: Alternatives, found: Sequence[frozenset[str]], limit: int
+    ) -> frozenset[str]:
+        # Those that do not depend on the budget fall back on what does not, either.
+        steady = {frozenset[str]()}
+        if not hasattr(self.policy, "sites_for"):
+            steady.add(choose_sites(self.policy, menu, limit))
+        planned: dict[frozenset[str], Plan] = {}
+        asked: dict[frozenset[str], _Within] = {}
+        choices = list(dict.fromkeys((*found, *sorted(steady, key=len, reverse=True))))
+        for index, chosen in enumerate(choices):
+            if index >= len(found) and planned:
                 break
-            say(f"{self.policy.name}: choice {index + 1} of {len(found)} of rewrites")
-            graph = menu.graph(chosen)
-            try:
-                plan = plan_within(
-                    graph,
-                    self.policy,
-                    limit,
-                    limit=self.time.part(len(found) - index),
-                    margin=self.margin,
-                )
-            except BudgetError:
+            if ended() and (planned or (out_of_time() and chosen)):
                 continue
-            self._planned[graph.fingerprint()] = plan
-            cost = math.inf if plan.certificate is None else _program_cost(plan)
-            planned.append((cost, index))
-            traffic[index] = predict(plan.graph, plan.schedule).traffic_bytes
-        least = min(planned, default=(math.inf, 0))[0]
-        alike = [index for cost, index in planned if cost <= (1 + _ALIKE) * least]
-        return found[min(alike, key=traffic.__getitem__, default=0)]
+            say(f"{self.policy.name}: choice {index + 1} of {len(found)} of rewrites")
+            part = self.time.part(max(len(found) - index, 1))
+            within = _Within(menu.graph(chosen), part, limit, True, self.margin)
+            with part.running():
+                plan = within.asked()
+            if plan is not None:
+                planned[chosen] = plan
+            else:
+                asked[chosen] = within
+        if not planned:
+            planned = self._resorted({c: w for c, w in asked.items() if c in steady})
+        for chosen, plan in planned.items():
+            self._planned[menu.graph(chosen).fingerprint()] = plan
+        costs = {
+            chosen: math.inf if plan.certificate is None else _program_cost(plan)
+            for chosen, plan in planned.items()
+        }
+        least = min(costs.values())
+        alike = [chosen for chosen, cost in costs.items() if cost <= (1 + _ALIKE) * least]
+        if len(alike) == 1:
+            return alike[0]
+        return min(
+            alike, key=lambda c: predict(planned[c].graph, planned[c].schedule).traffic_bytes
+        )
+
+    def _resorted(self, asked: dict[frozenset[str], _Within]) -> dict[frozenset[str], Plan]:
+        """What choices of rewrites fall back on, of those that fit.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        planned = {
+            chosen: plan
+            for chosen, within in asked.items()
+            if (plan := within.resorted()) is not None
+        }
+        if planned:
+            return planned
+        refusals: list[BudgetError] = []
+        for within in asked.values():
+            within.limit = self.time  # its part of the time is used
+            refusals.append(within.refusal())
+        raise min(refusals, key=lambda error: error.smallest_peak_bytes or 0)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans what is outside of the loops."""
+        if self._setting.unchanged:
+            return unchanged_plan(graph, self.policy)
+        with self.time.running():
+            return self._plan(graph, barriers)
+
+    def _plan(self, graph: Graph, barriers: bool) -> Plan:
         if not self.bodies:
             planned = self._planned.get(graph.fingerprint())
             if planned is not None and barriers:
@@ -516,11 +595,12 @@ class BudgetSession(SteadyPlanner):
         if not self.bodies:
             return False
         try:
-            if self._search is None:
-                self._search = self._settings(plan)
-                self._setting = next(self._search)
-            else:
-                self._setting = self._search.send(None if self._refused else plan)
+            with self.time.running():
+                if self._search is None:
+                    self._search = self._settings(plan)
+                    self._setting = next(self._search)
+                else:
+                    self._setting = self._search.send(None if self._refused else plan)
         except StopIteration:
             return False
         self._refused = False
@@ -538,7 +618,7 @@ class BudgetSession(SteadyPlanner):
         if self.least is not None:  # without rematerialization no loop is cut
             plan = replace(
                 plan,
-                baseline_peak_bytes=self.least.baseline_peak_bytes,
+                baseline_peak_bytes=self.baseline_peak_bytes,
                 baseline_saved_bytes=self.least.baseline_saved_bytes,
             )
         if interrupted():
@@ -551,6 +631,7 @@ class BudgetSession(SteadyPlanner):
         Ends when the plan it was given last is the one to take.
         """
         self.least = least
+        self.baseline_peak_bytes = least.baseline_peak_bytes
         limit = limit_bytes(self.limit, least.baseline_peak_bytes)
         aim = int((1 - self.margin) * limit)
         self._menus = {
@@ -570,8 +651,15 @@ class BudgetSession(SteadyPlanner):
             if rounds.best is None:
                 yield from rounds.outside(limit, rounds.smallest_setting)
         if rounds.best is None:
+            plain = yield from rounds.unchanged()
+            # What it peaks at is the peak without rematerialization, which the first round estimates.
+            self.baseline_peak_bytes = max(self.baseline_peak_bytes, plain.peak_bytes)
+            limit = limit_bytes(self.limit, self.baseline_peak_bytes)
+            yield from rounds.margin(limit)
+        if rounds.best is None:
             raise_interrupt()
-            raise too_small(rounds.smallest, limit)
+            late = self.time.seconds if out_of_time() else None
+            raise too_small(rounds.smallest, limit, seconds=late)
         if rounds.last != rounds.best:
             yield rounds.best
 
@@ -591,7 +679,7 @@ class _Rounds:
         best: the cheapest setting that fits, None if there is none yet.
         last: the setting planned last.
         smallest: the plan with the smallest peak among those that are planned for every budget.
-        smallest_setting: its setting.
+        smallest_setting: the setting with the smallest peak of all that plan what is outside as it comes.
     """
 
     def __init__(
@@ -609,6 +697,7 @@ class _Rounds:
         self.last = _Setting()
         self.smallest = least
         self.smallest_setting = _Setting()
+        self._least_peak_bytes = least.peak_bytes
         self.tried: dict[_Setting, Plan | None] = {}
         # Of the last plan without a limit for what is outside: its peaks beyond what the loops keep, and need.
         self.beside_kept = self.beside_needed = 0
@@ -624,10 +713,13 @@ class _Rounds:
         self.tried[setting] = plan
         if plan is None or setting.within is not None:
             return
-        smaller = plan.peak_bytes < self.smallest.peak_bytes
-        if smaller:
+        # What is planned for every budget can be planned for the one that an error names.
+        always = setting.choice in (None, self._least_choice())
+        if always and plan.peak_bytes < self.smallest.peak_bytes:
             self.smallest = plan
-        if setting.keeps_least:  # says nothing of what loops have beside a cut
+        smaller = plan.peak_bytes < self._least_peak_bytes
+        self._least_peak_bytes = min(plan.peak_bytes, self._least_peak_bytes)
+        if setting.keeps_least or setting.unchanged:  # say nothing of what loops have beside a cut
             return
         if smaller:
             self.smallest_setting = setting
@@ -643,7 +735,7 @@ class _Rounds:
     def _try(self, setting: _Setting, limit: int) -> Generator[_Setting, Plan | None, Plan | None]:
         """Plans with a setting, unless that was done; takes it if it fits and is the cheapest."""
         if setting not in self.tried:
-            if interrupted():
+            if ended():
                 return None
             say(f"loops and what is outside of them, round {len(self.tried) + 1}")
             self._note(setting, (yield setting))
@@ -709,6 +801,14 @@ class _Rounds:
             if plan is None or plan.peak_bytes <= limit:
                 return
             within -= plan.peak_bytes - limit
+
+    def unchanged(self) -> Generator[_Setting, Plan | None, Plan]:
+        """Plans the program as it is, also when the time is up."""
+        setting = _Setting(unchanged=True)
+        plan = yield setting
+        assert plan is not None  # nothing refuses it
+        self._note(setting, plan)
+        return plan
 
     def margin(self, limit: int) -> Generator[_Setting, Plan | None, None]:
         """Takes what was tried and fits, if only without a margin."""

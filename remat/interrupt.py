@@ -21,10 +21,13 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, ClassVar, Literal
 
+from remat.deadline import out_of_time
+
 __all__ = [
     "Keyboard",
     "Planning",
     "Progress",
+    "ended",
     "interrupted",
     "or_log",
     "planning",
@@ -168,6 +171,11 @@ def interrupted() -> bool:
     """Whether the planning that goes on was interrupted; False outside of one."""
     current = _PLANNING.get()
     return current is not None and current.interrupted
+
+
+def ended() -> bool:
+    """Whether the planning that goes on should end with what it has: interrupted, or its time is up."""
+    return out_of_time() or interrupted()
 
 
 def raise_interrupt() -> None:

@@ -21,6 +21,7 @@ from functools import cached_property
 
 from remat.devices import get_device
 from remat.graph import Graph
+from remat.interrupt import ended
 from remat.plan import Plan, stored_bytes
 from remat.planning import plan_from_saved
 from remat.policies import Full, MinCut, Policy
@@ -80,7 +81,7 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
     """Returns plans of a loop's body, the least memory first; each costs less time than the one before.
 
     They are minimum cuts at several prices of memory, with and without recomputing matmuls and random bits, and
-    what is left of these as one value after the other is dropped.
+    what is left of these as one value after the other is dropped; when the time is up, those made by then.
     """
     policies: list[Policy] = [Full()]
     for random in ("ban", "cheap"):
@@ -97,6 +98,8 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
     for policy in policies:
         decision = policy.decide(graph)
         found[decision.saved] = (prices(decision.saved), policy)
+        if ended():
+            break
     for saved, (price, policy) in list(found.items()):
         for less in prices.dropping(saved, price):
             found.setdefault(less, (prices(less), policy))
@@ -152,12 +155,14 @@ class _Prices:
         Of equals the smallest goes first: the fewer bytes between two options, the closer one comes to a budget.
         """
         graph = self.condensed.graph
-        while True:
+        while not ended():
             drops: list[tuple[float, int, tuple[int, float], frozenset[int]]] = []
             for value in sorted(saved & self.varying):
                 producer = graph.values[value].producer
                 if producer is None or not graph.ops[producer].recomputable:
                     continue
+                if ended():
+                    return
                 less = required_saves(graph, saved - {value})
                 saved_bytes, seconds = self(less)
                 dropped_bytes = price[0] - saved_bytes

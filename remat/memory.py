@@ -325,7 +325,12 @@ def predict(
             nothing packed and nothing tied, as without rematerialization.
         loops: plans of the loop bodies of the graph (`LoopPlan`), for their working memory; without a schedule,
             their plain programs count.
+
+    A schedule that runs no operator twice, packs nothing and ties nothing, in its loops neither, is the plain
+    program in whatever order it stands: XLA orders it.
     """
+    if schedule is not None and _is_plain(schedule, loops):
+        schedule = None
     working = _working(graph, loops, plain=schedule is None)
     with _uncollected():
         builder = _Builder(graph, working)
@@ -334,6 +339,19 @@ def predict(
         program = builder.program
         program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
         return _predict(program)
+
+
+def _is_plain(schedule: Schedule, loops: Sequence[_LoopPlan]) -> bool:
+    """Whether a schedule, and those of the loops, is the plain program: no operator twice, and nothing else."""
+    computed: list[int] = []
+    for step in schedule.steps:
+        if step.action == "compute":
+            computed.append(step.target)
+        elif step.action not in ("free", "turn"):
+            return False
+    if len(set(computed)) != len(computed):
+        return False
+    return all(_is_plain(loop.plan.schedule, loop.plan.loops) for loop in loops)
 
 
 def predict_body(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from remat.budget import MARGIN, BudgetSession, held
+from remat.budget import MARGIN, BudgetSession
 from remat.devices import Device
 from remat.errors import BudgetError, PlanError, PolicyError, nearest
 from remat.forms import form_of, get_encoding
@@ -21,6 +21,7 @@ from remat.planner import NO_CHUNKS, SteadyPlanner, is_rest
 from remat.planning import make_plan
 from remat.policies import POLICIES, Full, Policy, get_policy
 from remat.policies.base import BudgetPolicy, choose_sites
+from remat.resort import CheckedSession
 
 __all__ = [
     "JaxPolicy",
@@ -88,11 +89,13 @@ class PolicyPlanner(SteadyPlanner):
         """Whether there is a budget, whoever plans within it."""
         return self.budget is not None
 
-    def begin(self) -> PolicyPlanner | BudgetSession:
-        """Returns a new session if there is a budget and the policy can plan within one."""
-        if self.budget is not None and isinstance(self.policy, BudgetPolicy):
+    def begin(self) -> PolicyPlanner | BudgetSession | CheckedSession:
+        """Returns a new session if there is a budget."""
+        if self.budget is None:
+            return self
+        if isinstance(self.policy, BudgetPolicy):
             return BudgetSession(self.policy, self.budget, self.margin)
-        return self
+        return CheckedSession(replace(self, budget=None), self.policy, self.budget)
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns the sites that the policy wants; one that plans within a budget has a session instead."""
@@ -103,16 +106,15 @@ class PolicyPlanner(SteadyPlanner):
         return make_plan(graph, self.policy, barriers=barriers)
 
     def finish(self, plan: Plan) -> Plan:
-        """Holds a finished plan, its loops included, to the budget.
+        """Returns the finished plan.
 
         Raises:
-            BudgetError: the plan's predicted peak is above the budget.
             PolicyError: the policy names tags that are nowhere in the function.
         """
         check = getattr(self.policy, "check_tags", None)
         if check is not None and self.tags is not None:
             check(self.tags | _tags_in(plan))
-        return plan if self.budget is None else held(plan, self.budget)
+        return plan
 
     def child(self, path: str) -> PolicyPlanner:
         """A loop body is planned with the same policy; the budget is that of the whole function."""

@@ -210,6 +210,8 @@ def _through_bits(graph: Graph, value: int) -> bool:
     element, and reads it. Packed at once, the draw feeds one kernel that writes an eighth of that.
     """
     entry = graph.values[value]
+    if form_of(entry) == "raw":  # a plan that packs nothing
+        return False
     return entry.dtype == "bool" and entry.nbytes >= _MASK_LIMIT_BYTES and _drawn(graph, value)
 
 

@@ -1,18 +1,19 @@
-"""A policy's time limit, held over all requests of one planning. Plain data, no jax.
+"""A policy's time limit, held over all of one planning. Plain data, no jax.
 
-A planning within a budget asks its policy several times (`remat.budget`). A policy with a field `seconds` says how
-long its solvers may take in all: every request gets half of what is left of that, so that those that correct the
-first have time too, and what a request does not use is there for the next.
+A policy with a field `seconds` says how long one planning may take. A planning within a budget asks its policy
+several times (`remat.budget`): every request gets half of what is left, so that those that correct the first have
+time too. What is given is a deadline (`remat.deadline`) that everything inside keeps, and a copy of the policy with
+that many `seconds`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from remat.deadline import limited, now, until
 from remat.graph import Graph
 from remat.policies.base import BudgetPolicy, Decision, Policy
 
@@ -23,42 +24,34 @@ _LEAST = 0.01  # of the whole limit: so much every request gets, because no poli
 
 
 class TimeLimit:
-    """Asks a policy with what is left of its time.
+    """The time of one planning, from the moment this is made.
 
     The limit is that of the policy's field `seconds`, and of the policies among its fields (`Auto.ilp`); without
-    one it is asked as it is. What a request takes is what its decision says (`Decision.solver_seconds`): work
-    that the limit does not bound, such as a search with a fixed number of proposals, takes nothing from later
-    requests. Where the policy does not say, or refuses, the time until its answer counts, up to what it was given.
+    one there is none.
 
     Args:
         policy: as the user set it.
-        clock: seconds since some moment.
     """
 
-    def __init__(
-        self, policy: BudgetPolicy, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, policy: BudgetPolicy) -> None:
         self.policy = policy
-        self.clock = clock
         self.seconds = _longest(policy)
-        self.left = self.seconds
-        self._whole: TimeLimit | None = None
+        self.deadline = math.inf if self.seconds is None else now() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, infinity without a limit."""
+        return max(self.deadline - now(), 0.0)
 
     def part(self, count: int) -> TimeLimit:
-        """Returns a limit with one of `count` equal parts of what is left, for one of several plannings.
-
-        What it takes is taken from here too, so that what it leaves is there for the others.
-        """
-        part = TimeLimit(self.policy, self.clock)
-        part.left = None if self.left is None else self.left / count
-        part._whole = self
+        """Returns a limit with one of `count` equal parts of what is left, for one of several plannings."""
+        part = TimeLimit(self.policy)
+        part.deadline = now() + self.left / count
         return part
 
-    def _take(self, seconds: float) -> None:
-        if self.left is not None:
-            self.left = max(self.left - seconds, 0.0)
-        if self._whole is not None:
-            self._whole._take(seconds)
+    def running(self) -> AbstractContextManager[None]:
+        """What happens in this context ends with the limit."""
+        return until(self.deadline)
 
     def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
         """Returns what the policy decides in its share of the time.
@@ -66,20 +59,12 @@ class TimeLimit:
         Raises:
             BudgetError: as the policy's method.
         """
-        if self.seconds is None or self.left is None:
+        if self.seconds is None:
             return self.policy.decide_within(graph, budget_bytes)
         given = max(_SHARE * self.left, _LEAST * self.seconds)
-        start, taken = self.clock(), None
-        try:
-            decision = _limited(self.policy, given / self.seconds).decide_within(
-                graph, budget_bytes
-            )
-            taken = decision.solver_seconds
-        finally:
-            if taken is None:
-                taken = min(self.clock() - start, given)
-            self._take(taken)
-        return decision
+        policy = _limited(self.policy, given / self.seconds)
+        with limited(given):
+            return policy.decide_within(graph, budget_bytes)
 
 
 def _settings(policy: object) -> dict[str, Any]:

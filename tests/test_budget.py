@@ -17,7 +17,7 @@ from random_graphs import GraphBuilder, graphs, laws
 
 import remat
 from models import mlp
-from remat.budget import held, limit_bytes, plan_within
+from remat.budget import plan_within
 from remat.errors import BudgetError
 from remat.graph import Alternatives, Graph
 from remat.memory import peak_bytes, predict
@@ -29,6 +29,7 @@ from remat.policies.base import Decision
 from remat.policies.condense import condense
 from remat.policies.problem import peak_of_order
 from remat.resolve import PolicyPlanner, parse_budget, resolve
+from remat.resort import held, limit_bytes
 from remat.simulate import simulate
 
 SHAPE, BYTES = (64, 64), 64 * 64 * 4

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module imports from layers above its own line only, or from its own line where that makes no circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "_compat", "interrupt", "primitives", "pooling"),
+    ("errors", "_compat", "deadline", "interrupt", "primitives", "pooling"),
     ("calls", "jitted"),
     ("devices", "graph", "hlo", "target", "program", "stablehlo"),
     ("classify",),
@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan_file", "plan_diff"),
     ("policies",),
     ("planning", "compiled", "time_limit"),
+    ("resort",),
     ("budget", "loops"),
     ("trace", "compile"),
     ("rewrite",),
@@ -57,6 +58,7 @@ WITHOUT_JAX = (
     "budget",
     "compiled",
     "cost",
+    "deadline",
     "devices",
     "errors",
     "forms",
@@ -75,6 +77,7 @@ WITHOUT_JAX = (
     "plot",
     "primitives",
     "report",
+    "resort",
     "schedule",
     "simulate",
     "stablehlo",

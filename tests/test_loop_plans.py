@@ -17,13 +17,14 @@ from random_graphs import chain, laws
 
 import remat
 from models import cases
-from remat.budget import BudgetSession, limit_bytes
+from remat.budget import BudgetSession
 from remat.errors import BudgetError, PlanError
 from remat.graph import Graph
 from remat.loops import BodyOption, LoopOption, body_options, choose_options, needed_bytes
 from remat.plan import LoopPlan, Plan
 from remat.planning import make_plan
 from remat.policies import Full, Ilp, SaveAll
+from remat.resort import limit_bytes
 from remat.simulate import simulate
 
 QUICK = Ilp(method="starts")
