@@ -16,11 +16,14 @@ one value goes forward, the stage's input, from which the stage can be computed 
 * `backward s`: the backward part of a taped stage,
 * `release s`: the input of stage s is not needed any more.
 
-Guarantee: the cheapest persistent schedule (a checkpoint is held until everything to its right is reversed) whose
-modelled memory is within the budget, among the options given; persistent schedules are optimal for equal stages,
-and for unequal ones nearly so. Bytes are counted in slots such that the budget is never exceeded; where all bytes
-are multiples of a common unit that is coarse enough nothing is rounded. Complexity: O(stages^3 * slots) vectorised
-additions.
+Guarantee: the cheapest persistent schedule (a checkpoint is held until everything to its right is reversed, and a
+stage's input while the stage runs) whose modelled memory is within the budget, among the options given. It is the
+cheapest of all sequences for equal stages whose backward parts read what their forward parts make. Where stages
+differ, another sequence can be cheaper. Where the backward pass does not read some values (`Chain.unread`), a
+stage's input may be dropped while the stage runs and made again, which no schedule here does, so that a budget may be
+refused that another sequence meets. Bytes are counted in slots such that the budget is never exceeded; where all
+bytes are multiples of a common unit that is coarse enough nothing is rounded. Complexity: O(stages^3 * slots)
+vectorised additions.
 
 Departures from rotor:
 
@@ -277,6 +280,16 @@ class Chain:
     def pinned_bytes(self) -> int:
         """Bytes of the pinned values, all at once."""
         return sum(int(self.problem.sizes[node]) for node in self.pinned)
+
+    @cached_property
+    def unread(self) -> frozenset[int]:
+        """Forward values that only forward nodes read; schedules are made for chains without any."""
+        turn, users = self.problem.turn, self.problem.users
+        return frozenset(
+            node
+            for node in range(turn)
+            if users[node] and users[node][-1] < turn and node not in self.pinned
+        )
 
     def reads_of(self, stage: int) -> frozenset[int]:
         """Returns what `stage` gets from the one before; nothing for the stage after the last."""

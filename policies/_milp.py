@@ -1,8 +1,10 @@
 """Exact planning of a `Problem`: the staged integer program, solved by refining relaxations, on HiGHS.
 
-`solve_restricted` finds the cheapest sequence within a byte budget among those with one computation of a node per
-stage (Checkmate's structure, Jain et al., MLSys 2020), forward once, repetitions only of repeatable nodes and after
-the turn. It does not hand the whole program to the solver at once:
+`solve_restricted` finds the cheapest sequence within a byte budget among the *staged* ones (Checkmate's
+structure, Jain et al., MLSys 2020): the forward pass runs once; after the turn, between two first runs, repeatable
+nodes run again in ascending order, each at most once. A sequence that repeats a node twice between two first runs,
+or in another order, is not staged; it can be cheaper, or smaller, and what is proven of staged sequences is not
+claimed of it (`Solved.covers`). The whole program does not go to the solver at once:
 
 1. `cut_bound` (`remat.policies._ilp_cut`) gives a lower bound, often that of the linear relaxation, by minimum
    cuts, and sequences to start from;
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 SolveStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
+Covers = Literal["all", "staged"]
 Progress = Callable[[float, float, float], None]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -81,6 +84,8 @@ class Solved:
         interrupted: ended by `stop` or Ctrl-C.
         solve_seconds: time taken.
         method: what produced the sequence and the bound, for the reader.
+        covers: which sequences `bound`, `optimal` and `infeasible` speak of: `all`, or the `staged` ones (see the
+            module docstring).
     """
 
     status: SolveStatus
@@ -93,6 +98,7 @@ class Solved:
     interrupted: bool
     solve_seconds: float
     method: str
+    covers: Covers = "staged"
 
 
 @dataclass(frozen=True)
@@ -106,19 +112,21 @@ class LpBound:
 
 @dataclass(frozen=True, eq=False)
 class SmallestBudget:
-    """The smallest peak of the structure: `lower_bytes <= smallest <= upper_bytes`.
+    """The smallest peak of staged sequences: `lower_bytes <= smallest <= upper_bytes`; see the module docstring.
 
-    `sequence` has the peak `upper_bytes`; `exact` says that both are equal.
+    `sequence` has the peak `upper_bytes`; `exact` says that both are equal. Of all sequences, whatever they repeat
+    and in which order, none has a smaller peak than `proven_bytes`.
     """
 
     lower_bytes: int
     upper_bytes: int
     sequence: tuple[int, ...]
     solve_seconds: float
+    proven_bytes: int = 0
 
     @property
     def exact(self) -> bool:
-        """Whether the smallest budget is known."""
+        """Whether the smallest budget of staged sequences is known."""
         return self.lower_bytes == self.upper_bytes
 
 
@@ -242,9 +250,11 @@ class _Search:
         if self.best is None or replayed is None:
             status: SolveStatus = "infeasible" if self.infeasible else "unknown"
             bound = math.inf if self.infeasible else self.bound
+            proven = self.infeasible and math.isinf(self.general_bound)
+            covers: Covers = "all" if proven or bound <= self.general_bound else "staged"
             return Solved(
                 status, None, 0, math.inf, math.inf, bound, math.inf, self.interrupted, seconds,
-                "; ".join(self.methods),
+                "; ".join(self.methods), covers,
             )  # fmt: skip
         cost = replayed.extra_cost
         tolerance = 1e-9 * max(cost, self.problem.total_cost)
@@ -264,6 +274,7 @@ class _Search:
             interrupted=self.interrupted,
             solve_seconds=seconds,
             method="; ".join(self.methods),
+            covers="all" if bound <= max(self.general_bound, 0.0) + tolerance else "staged",
         )
 
     # -- steps --------------------------------------------------------------------------------
@@ -285,6 +296,7 @@ class _Search:
         cut = cut_bound(self.problem, self.budget_bytes, seconds=self.left / 2, stop=self.stop)
         if math.isinf(cut.bound):
             self.infeasible = True
+            self.general_bound = math.inf
             self.methods.append("infeasible: cut")
             return cut
         self.general_bound = self._round_up(cut.bound)
@@ -499,7 +511,7 @@ def smallest_budget(
     stop: Stop | None = None,
     threads: int = 1,
 ) -> SmallestBudget:
-    """Returns the smallest peak that sequences of the structure reach, as an interval.
+    """Returns the smallest peak that staged sequences reach, as an interval.
 
     The peak is the objective of the staged program, relaxed and refined as in `solve_restricted`.
 
@@ -522,7 +534,7 @@ class _PeakSearch:
         self.best: list[int] = []
         self.upper: float = math.inf
         self.offer(problem.first_runs)
-        self.lower = problem.floor_bytes
+        self.lower = self.proven = problem.floor_bytes
 
     @property
     def left(self) -> float:
@@ -542,7 +554,7 @@ class _PeakSearch:
     def run(self) -> SmallestBudget:
         if not self.done:
             cut = cut_bound(self.problem, self.lower, seconds=self.left / 4, stop=self.stop)
-            self.lower = max(self.lower, cut.smallest_bytes)
+            self.lower = self.proven = max(self.lower, cut.smallest_bytes)
             for chosen in cut.found:
                 if self.left <= 0:
                     break
@@ -553,6 +565,7 @@ class _PeakSearch:
             int(self.upper),
             tuple(without_idle_repeats(self.problem, self.best)),
             time.perf_counter() - self.began,
+            min(self.proven, int(self.upper)),
         )
 
     def _refine(self, checked: set[int]) -> None:

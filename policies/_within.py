@@ -11,7 +11,8 @@ from remat.interrupt import Keyboard, ended, interrupted, say
 from remat.plan import Certificate, Status
 from remat.policies._chains import prepare_chain, solve_chain
 from remat.policies._ilp_cut import CutBound, cut_bound, once_each
-from remat.policies._search import is_ready, search
+from remat.policies._milp import Covers, Solved
+from remat.policies._search import is_compilable, is_ready, search
 from remat.policies._segments import (
     grid_search,
     recursive_segments,
@@ -26,6 +27,7 @@ from remat.report import human_bytes
 
 __all__ = [
     "EFFORT",
+    "IN_STAGES",
     "TOLERANCE",
     "Candidate",
     "Pool",
@@ -48,6 +50,9 @@ _FINE = 0.02  # share of a peak to which the smallest one of a chain is sought
 _LONG_SECONDS = 120.0  # ... or of this, where there is no limit
 _CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
 
+IN_STAGES = "bound for sequences that repeat operators in order, each once between two first runs"
+"""What a certificate says whose bound is that of the integer program."""
+
 # Costs are reported in whole units of 1e-12 (picoseconds, if costs are seconds).
 _UNITS_PER_COST = 10**12
 
@@ -69,6 +74,7 @@ class Pool:
         self.budget_bytes = budget_bytes
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
+        self.covers: Covers = "all"  # what a solver's bound speaks of
 
     def offer(self, label: str, sequence: Sequence[int]) -> Candidate:
         """Judges a sequence and keeps it if it is the cheapest that fits, or the smallest."""
@@ -95,6 +101,13 @@ class Pool:
             if out_of_time() or (frugal and self.best is not None):
                 return
             self.offer_all(starts(condensed, frugal=frugal))
+
+    def proven_by(self, solved: Solved, proven: float) -> float:
+        """Returns the better of a bound on all sequences and a solver's, and notes what it covers."""
+        if solved.bound <= proven:
+            return proven
+        self.covers = solved.covers
+        return solved.bound
 
     def improve(
         self,
@@ -147,7 +160,12 @@ class Pool:
         )
         self.offer("local search", found.sequence.tolist())
         if not compiled:  # how many proposals it makes is for the clock to say
-            return "local search in Python, ended by the clock"
+            why = (
+                "numba was not compiled yet, and there was no time for it"
+                if is_compilable()
+                else "pip install numba makes it a hundred times faster"
+            )
+            return f"local search in Python, ended by the clock: {why}"
         if found.ended in ("stopped", "interrupted"):
             return "local search: ended before its last proposal"
         return f"local search: {found.proposals:,} proposals"
@@ -282,6 +300,7 @@ def decision_of(
     found: Candidate,
     bound: float,
     notes: tuple[str, ...],
+    covers: Covers = "all",
 ) -> Decision:
     """Returns the decision behind a sequence, with the bound on its cost as certificate.
 
@@ -292,6 +311,7 @@ def decision_of(
         found: the sequence.
         bound: proven lower bound on the extra cost of any sequence within the budget, 0 if none is known.
         notes: for the reader of the plan.
+        covers: which sequences the bound speaks of; see `remat.policies._milp.Solved`. The certificate says it.
     """
     problem = condensed.problem
     found = _postponed(problem, found)
@@ -299,6 +319,8 @@ def decision_of(
     total = round((problem.total_cost + found.replayed.extra_cost) * unit)
     least = min(total, round((problem.total_cost + max(bound, 0.0)) * unit))
     kind = "whole program in picoseconds" if unit > 1 else "whole program in flops"
+    if covers == "staged":
+        kind += f"; {IN_STAGES}"
     status: Status = "optimal" if total == least else "feasible"
     graph = condensed.graph
     saved = condensed.saved(found.sequence)

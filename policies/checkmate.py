@@ -2,13 +2,13 @@
 
 Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (MLSys 2020), the planner
 that MONeT compares with. `method="optimal"` is the program restricted to what JAX executes (the forward pass runs
-once, repetitions lie in the backward pass, a node at most once between two first runs); `method="approximate"` is
-the paper's two-phase rounding of the linear relaxation.
+once, repetitions lie in the backward pass, between two first runs in the program's order, a node at most once);
+`method="approximate"` is the paper's two-phase rounding of the linear relaxation.
 
 Guarantee: `optimal` returns a sequence within the budget and a proven bound on the cost of all of this
-structure; the plan's status is `optimal` if they meet within `seconds`, else `feasible` with the gap. `approximate`
-has none: it is published to exceed budgets and to cost up to four times the optimum, and then says so by a
-BudgetError or its gap.
+structure (a sequence that repeats in another order can be cheaper, or smaller; the certificate says it); the plan's
+status is `optimal` if they meet within `seconds`, else `feasible` with the gap. `approximate` has none: it is
+published to exceed budgets and to cost up to four times the optimum, and then says so by a BudgetError or its gap.
 
 Complexity: exponential in the worst case; about 350 buffers are practical, see `remat.policies.ilp` for more. The
 relaxation has `nodes * edges` columns, so `approximate` takes up to `_ROUNDING_LIMIT` nodes.
@@ -137,4 +137,5 @@ class Checkmate:
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
         note = f"{solved.method}: {solved.status}"
-        return decision_of(condensed, pool.best, max(bound.bound, solved.bound), (*notes, note))
+        proven = pool.proven_by(solved, bound.bound)
+        return decision_of(condensed, pool.best, proven, (*notes, note), pool.covers)

@@ -14,8 +14,9 @@ kernels run again, as often as it pays. Several planners start, and the best sta
 
 Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`). The certificate holds a
 proven lower bound on the cost of sequences of the coarsened graph: that of a Lagrangian minimum cut and of several
-moments hold for all of them, the integer program's for those that run a node at most once between two first runs
-(Checkmate's stages). Without a budget the limit is the peak of keeping everything: nothing runs again.
+moments hold for all of them, the integer program's for those that run nodes again in the program's order, each at
+most once between two first runs (Checkmate's stages); the certificate says which. Without a budget the limit is the
+peak of keeping everything: nothing runs again.
 
 Within a budget the graph is planned with the rewrites that `implementations` names, and where the starts find
 no rewrite nearly as cheap, without them, too: what a rewrite reads instead may have to stay a little longer.
@@ -209,7 +210,7 @@ class Ilp:
         proven, notes = self._improve(pool, bound.bound)
         if pool.best is None:
             raise infeasible(condensed, budget_bytes, pool.smallest, bound.smallest_bytes)
-        return decision_of(condensed, pool.best, proven, notes)
+        return decision_of(condensed, pool.best, proven, notes, pool.covers)
 
     def _improve(self, pool: Pool, proven: float) -> tuple[float, tuple[str, ...]]:
         """Improves the pool's best; returns the bound and notes."""
@@ -303,4 +304,4 @@ class Ilp:
         )
         if solved.sequence is not None:
             pool.offer("integer program", solved.sequence)
-        return max(proven, solved.bound), f"integer program: {solved.status}"
+        return pool.proven_by(solved, proven), f"integer program: {solved.status}"

@@ -6,7 +6,10 @@ joint graph: places where a single value goes from one stretch of the forward pa
 without such a place is one stage; use `ilp` there.
 
 Guarantee: with `snapshots`, the fewest forward steps for equal stages, t(l, s) = r l - C(s + r, r - 1); under a
-budget the cheapest persistent schedule of the chain (see `remat.policies._chains`, which lists the departures).
+budget the cheapest persistent schedule of the chain (see `remat.policies._chains`, which lists the departures): a
+checkpoint is held until everything after it is reversed, and a stage's input while the stage runs. That is the
+optimum for equal stages whose backward parts read what the forward parts make, and a heuristic otherwise; where the
+backward pass does not read some values of the chain, the plan's notes say so.
 Complexity: O(stages^3 * 500) vectorised additions.
 """
 
@@ -17,6 +20,7 @@ from typing import ClassVar
 
 from remat.errors import PolicyError
 from remat.graph import Graph
+from remat.interrupt import ended
 from remat.policies._chains import chain_of, revolve, solve_chain
 from remat.policies._within import Pool, decision_of, infeasible
 from remat.policies.base import Decision
@@ -66,12 +70,13 @@ class Revolve:
         condensed = condense(graph, device=self.device)
         pool = Pool(condensed.problem, budget_bytes)
         everything = pool.offer("keep all", condensed.problem.first_runs.tolist())
-        if everything.replayed.peak_bytes > budget_bytes:
-            plan = solve_chain(condensed.problem, budget_bytes)
-            if plan is None:
-                raise infeasible(condensed, budget_bytes, pool.smallest, 0)
-            pool.offer("dynamic program", plan.sequence)
-        return self._decision(condensed, pool)
+        if everything.replayed.peak_bytes <= budget_bytes:
+            return self._decision(condensed, pool)
+        plan = solve_chain(condensed.problem, budget_bytes, stop=ended)
+        if plan is None:
+            raise infeasible(condensed, budget_bytes, pool.smallest, 0)
+        pool.offer("dynamic program", plan.sequence)
+        return self._decision(condensed, pool, _assumed(condensed))
 
     def _one_stage(self, condensed: Condensed) -> Decision:
         """A program without a place to cut is a chain of one stage, which is kept."""
@@ -82,7 +87,18 @@ class Revolve:
         )
         return self._decision(condensed, pool)
 
-    def _decision(self, condensed: Condensed, pool: Pool) -> Decision:
+    def _decision(self, condensed: Condensed, pool: Pool, notes: tuple[str, ...] = ()) -> Decision:
         assert pool.best is not None
-        decision = decision_of(condensed, pool.best, 0.0, ())
+        decision = decision_of(condensed, pool.best, 0.0, notes)
         return replace(decision, status="heuristic", certificate=None)
+
+
+def _assumed(condensed: Condensed) -> tuple[str, ...]:
+    """What the schedule assumes that does not hold, if anything."""
+    chain = chain_of(condensed.problem)
+    if chain is None or not chain.unread:
+        return ()
+    return (
+        f"a heuristic: the backward pass does not read {len(chain.unread)} of {chain.problem.turn} values of the "
+        "chain, and schedules hold a stage's input while the stage runs",
+    )

@@ -484,7 +484,7 @@ class BudgetSession(SteadyPlanner):
                 found = (choose_sites(self.policy, menu, limit),)
             else:
                 found = shortlist(menu, limit)
-            if self.bodies or not any(found):
+            if self.bodies or (shortlist is None and not found[0]):
                 return found[0]
             return self._cheapest_sites(menu, found, limit)
 

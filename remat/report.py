@@ -168,11 +168,13 @@ def _status(plan: Plan) -> str:
     proof = plan.certificate
     if proof is None:
         return f"{plan.status}, no bound on how far from optimal"
+    what, _, covers = proof.kind.partition("; ")  # of what, and which sequences the bound speaks of
+    scope = f" ({covers})" if covers else ""
     if plan.status == "optimal":
-        return f"optimal for the policy's objective, certified: {proof.kind} = {proof.value:,}"
+        return f"optimal for the policy's objective, certified: {what} = {proof.value:,}{scope}"
     return (
-        f"{plan.status}, within {proof.gap:.2%} of the bound: {proof.kind}, {proof.value:,} "
-        f"against {proof.bound:,}"
+        f"{plan.status}, within {proof.gap:.2%} of the bound: {what}, {proof.value:,} "
+        f"against {proof.bound:,}{scope}"
     )
 
 
