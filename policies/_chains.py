@@ -20,8 +20,8 @@ Guarantee: the cheapest persistent schedule (a checkpoint is held until everythi
 stage's input while the stage runs) whose modelled memory is within the budget, among the options given. It is the
 cheapest of all sequences for equal stages whose backward parts read what their forward parts make. Where stages
 differ, another sequence can be cheaper. Where the backward pass does not read some values (`Chain.unread`), a
-stage's input may be dropped while the stage runs and made again, which no schedule here does, so that a budget may be
-refused that another sequence meets. Bytes are counted in slots such that the budget is never exceeded; where all
+stage's input may be dropped while the stage runs and made again, which no schedule here does, so that a budget may
+be refused that another sequence meets. Bytes are counted in slots such that the budget is never exceeded; where all
 bytes are multiples of a common unit that is coarse enough nothing is rounded. Complexity: O(stages^3 * slots)
 vectorised additions.
 
