@@ -155,7 +155,7 @@ class Pool:
             proposals=max(1, effort) * len(self.problem) if compiled else None,
             seconds=_SEARCH_SHARE * min(seconds_left(), _LONG_SECONDS),
             seed=seed,
-            compiled=compiled,
+            compiled=compiled if is_compilable() else None,  # which warns
             stop=ended,
         )
         self.offer("local search", found.sequence.tolist())
