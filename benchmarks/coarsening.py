@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 import jax
 
 from benchmarks.planners import graph_of, parse_models, warm_up, write_rows
+from remat.deadline import limited
 from remat.graph import Graph
 from remat.policies._within import Pool, first_bound
 from remat.policies.condense import Condensed, buffers_of, condense_apart
@@ -94,7 +95,8 @@ def total_cost(condensed: Condensed, budget_bytes: int) -> float | None:
     pool.begin(condensed, bound)
     if pool.best is None and bound.smallest_bytes > budget_bytes:
         return None
-    pool.improve("coarsening", bound.bound, seconds=10.0)
+    with limited(10.0):
+        pool.improve("coarsening", bound.bound)
     return None if pool.best is None else problem.total_cost + pool.best.replayed.extra_cost
 
 
