@@ -194,7 +194,7 @@ def assert_same(got: Any, want: Any, rtol: float = 2e-4, atol: float = 2e-6) -> 
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", str(p)))
 def test_names_are_those_of_flax(policy: Any, net: Callable[[Wrap], nn.Module]) -> None:
     assert shapes_of(net(ours(policy))) == shapes_of(net(nn.remat))
 
