@@ -172,12 +172,11 @@ def with_decisions(program: Program, graph: Graph, *, named_only: bool = False) 
     if named_only:
         values = tuple(map(search.without_between, graph.values))
         return replace(graph, values=values)
-    once = search.once
-    ops = tuple(
-        replace(op, recomputable=False, decision=True, reason=_REASON) if op.id in once else op
-        for op in graph.ops
-    )
-    return replace(graph, ops=ops)
+    ops = list(graph.ops)
+    for index in search.once:
+        if ops[index].recomputable:  # else it has a reason of its own
+            ops[index] = replace(ops[index], recomputable=False, decision=True, reason=_REASON)
+    return replace(graph, ops=tuple(ops))
 
 
 class _Search:
