@@ -18,6 +18,7 @@ import jax
 
 from remat.api import checkpoint, plan
 from remat.compile import compile_report, target_device
+from remat.errors import CompileError
 from remat.interrupt import Progress, or_log
 from remat.plan import Plan
 from remat.policies.base import Policy, describe_options
@@ -135,12 +136,19 @@ class _Job:
 
     def row(self, policy: Any) -> Row:
         row = Row(_label(policy))
-        policy = priced_for(policy, target_device(self.device))
         try:
+            policy = self._priced(policy)
             row = self._planned(row, policy)
             return self._compiled(row, policy) if self.compile else row
         except Exception as error:  # any failure of user code, jax or XLA is this policy's result
             return replace(row, error=f"{type(error).__name__}: {error}")
+
+    def _priced(self, policy: Any) -> Any:
+        try:
+            device = target_device(self.device)
+        except CompileError:
+            device = None  # the compiler refuses it; what can be planned is planned
+        return priced_for(policy, device)
 
     def _planned(self, row: Row, policy: Any) -> Row:
         resolved = resolve(policy)

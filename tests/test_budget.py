@@ -307,9 +307,11 @@ def test_a_policy_that_cannot_plan_within_a_budget_is_only_checked() -> None:
 
 def test_jaxs_policies_and_plans_cannot_hold_a_budget() -> None:
     plan = remat.plan(LOSS, *ARGS)
-    for policy in ("dots_saveable", None, plan):
+    for policy in ("dots_saveable", None):
         with pytest.raises(BudgetError, match="one of remat's own policies"):
             resolve(policy, 0.5)
+    with pytest.raises(BudgetError, match="a saved plan has the budget that it was made for"):
+        resolve(plan, 0.5)
     found = resolve("ilp", "1KiB")
     assert isinstance(found, PolicyPlanner) and found.budget == 1024
 
