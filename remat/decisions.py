@@ -25,9 +25,10 @@ jax's masks for the larger or smaller of two values, `x == max(x, y)`, are repla
 same bits, NaNs included, and with a number for `y` an ordinary threshold (clip, relu6, a variance held at zero).
 
 "Computed from a common one" is followed through element-wise operators, selection and movement, and through what
-runs once: a loop's running maximum is an element of what the loop read. Matrix products and sums over several
-elements end it, since their results equal no element of what they read; but not where an integer comparison picks
-one (`sum(one_hot(argmax(x)) * x)`).
+runs once: a loop's running maximum is an element of what the loop read. Two values that are compared may also be
+related by sums (the mean of equal elements is an element), but not by products of computed matrices. A difference
+is between values with no sum over several elements in between, else every normalisation were one; where an integer
+comparison picks an element, the sum is that element (`sum(one_hot(argmax(x)) * x)`).
 
 A policy of jax (`lowering="policy"`) can only name values of the undifferentiated program, not a mask that is born
 in differentiation. There decisions are repeated, as under `jax.checkpoint`, and it is the values between a
@@ -36,6 +37,8 @@ comparison and what its operands have in common that may not be kept: all of the
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,9 +85,12 @@ _EXACT = _COMPARISONS | _names(
     unstack
     """
 )
+# Their results are zero or one where their operands are equal, or opposite.
+_DIFFERENCES = _names("add add_any atan2 complex div dot_general sub")
 # Their results have elements of several operands side by side.
-_PATCHES = _names("clamp concatenate dynamic_update_slice max min pad select_n")
+_PATCHES = _names("clamp concatenate dynamic_update_slice max min pad scatter select_n stack")
 _SUMS = frozenset({"reduce_prod", "reduce_sum"})
+_LINEAR = _names("cumsum reduce_sum reduce_window_sum")
 # Where one operand is zero but in one place, the result is the element of the other, or the sum that it is in.
 _PICKING = _names("convert_element_type mul")
 _PICKED_BY = _names("dot_general reduce_sum")
@@ -103,13 +109,15 @@ class _Origin:
     """What a value was computed from. Sets of values are bit masks.
 
     Attributes:
-        bases: the values it depends on, without a sum over several elements in between; itself included.
-        equal: those that two operands of a difference or quotient on the way had in common.
+        roots: the values it depends on, itself included, without a product of two of them summed up in between.
+        bases: those without a sum over several elements in between.
+        equal: those that two operands of a sum, difference or quotient on the way had in common.
         patched: those that several parts of an array that was put together have in common.
         exact: whether every run gives the same bits.
         picks: whether it is zero but where integers are equal, so that a sum over it may be one of its elements.
     """
 
+    roots: int = 0
     bases: int = 0
     equal: int = 0
     patched: int = 0
@@ -211,7 +219,7 @@ class _Search:
             return value
         if not self.graph.ops[value.producer].recomputable:
             return value  # kept in any case
-        between = origin.bases & self.joined & ~self.own.get(value.id, 0)
+        between = origin.roots & self.joined & ~self.own.get(value.id, 0)
         return replace(value, savable=False) if between else value
 
     # --- decisions ---------------------------------------------------------------------------------
@@ -223,8 +231,10 @@ class _Search:
             return False
         if _jumps(op.name, reads, makes) or _decides_inside(equation):
             return True
-        if op.name not in TABLE and classify_equation(equation.source).steps & _DECISIVE:
-            return True
+        if op.name not in TABLE:
+            makes_integers = not all(map(_is_float, makes))
+            if makes_integers or classify_equation(equation.source).steps & _DECISIVE:
+                return True
         to_bool = op.name == "convert_element_type" and makes[0] == jnp.bool_
         if not (to_bool or op.name in _THRESHOLDS):
             return False
@@ -234,7 +244,8 @@ class _Search:
 
     def _joined(self, op: Op, operands: Iterable[_Origin]) -> int:
         """What makes a comparison one on its own boundary; 0 if it is none."""
-        joined = _common(operands) if op.name in _COMPARISONS else 0
+        # A mean of equal elements, or of one, equals an element: what is compared may be related by any way.
+        joined = _common(o.roots for o in operands) if op.name in _COMPARISONS else 0
         for origin in operands:
             joined |= origin.equal | (origin.patched if op.name in _TIES else 0)
         return joined
@@ -246,7 +257,7 @@ class _Search:
             return
         read = [v for v in dict.fromkeys(op.inputs) if v in self.origins]
         operands = self._operands(read)
-        joined = 0 if ties else _common(operands)
+        joined = 0 if ties else _common(o.bases for o in operands)
         for origin in operands:
             joined |= origin.equal | (origin.patched if ties else 0)
         self.joined |= joined
@@ -267,19 +278,28 @@ class _Search:
         operands = self._operands(op.inputs)
         exact_operands = all(origin.exact for origin in operands)
         picks = any(origin.picks for origin in operands)
+        is_sum = op.name in _LINEAR or sum(part.roots > 0 for part in operands) < 2
+        roots = functools.reduce(operator.or_, (part.roots for part in operands), 0)
+        equal = functools.reduce(operator.or_, (part.equal for part in operands), 0)
         if self._ends(op, equation) and not (picks and op.name in _PICKED_BY):
-            origin = _Origin(exact=exact_operands)
+            # A sum of zeros is zero, and so is a product of them, but not one with something else.
+            patched = functools.reduce(operator.or_, (part.patched for part in operands), 0)
+            stays = is_sum or all(part.equal for part in operands)
+            origin = _Origin(
+                roots=roots if is_sum else 0,
+                equal=equal | patched if stays else 0,
+                exact=exact_operands,
+            )
         else:
-            origin = _Origin(exact=exact_operands)
-            for part in operands:
-                origin = replace(
-                    origin,
-                    bases=origin.bases | part.bases,
-                    equal=origin.equal | part.equal,
-                    patched=origin.patched | part.patched,
-                )
-            shared = 0 if exact_operands else _common(operands)
-            if op.name in ("div", "dot_general", "sub"):
+            origin = _Origin(
+                roots=roots,
+                bases=functools.reduce(operator.or_, (part.bases for part in operands), 0),
+                equal=equal,
+                patched=functools.reduce(operator.or_, (part.patched for part in operands), 0),
+                exact=exact_operands,
+            )
+            shared = 0 if exact_operands else _common(part.bases for part in operands)
+            if op.name in _DIFFERENCES:
                 origin = replace(origin, equal=origin.equal | shared)
             elif op.name in _PATCHES:
                 origin = replace(origin, patched=origin.patched | shared)
@@ -299,11 +319,11 @@ class _Search:
 
     def _with_itself(self, value: int, origin: _Origin) -> _Origin:
         bit = self.own[value] = 1 << len(self.own)
-        return replace(origin, bases=origin.bases | bit)
+        return replace(origin, roots=origin.roots | bit, bases=origin.bases | bit)
 
     def _ends(self, op: Op, equation: Equation) -> bool:
         """Whether the result's elements are sums or products of several elements."""
-        if op.name in _EXACT or op.name.startswith("scatter"):
+        if op.name in _EXACT or op.name.startswith("scatter") or op.name not in TABLE:
             return False
         if op.name == "dot_general":
             (contracted, _), _ = equation.source.params["dimension_numbers"]
@@ -335,12 +355,12 @@ class _Search:
         )
 
 
-def _common(operands: Iterable[_Origin]) -> int:
-    """The bases that any two of some values have in common."""
+def _common(sets: Iterable[int]) -> int:
+    """What any two of some sets have in common."""
     seen = common = 0
-    for origin in operands:
-        common |= seen & origin.bases
-        seen |= origin.bases
+    for members in sets:
+        common |= seen & members
+        seen |= members
     return common
 
 

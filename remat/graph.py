@@ -241,12 +241,12 @@ class Graph:
         return (op for op in self.ops if op.phase == "backward")
 
     def fingerprint(self) -> str:
-        """Returns a hash of the structure: shapes, dtypes, operators, wiring; no names or lines."""
+        """Returns a hash of the structure: shapes, dtypes, operators, wiring, what decides; no names or lines."""
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(repr((value.shape, value.dtype, value.producer)).encode())
         for op in self.ops:
-            digest.update(repr((op.name, op.inputs, op.outputs, op.phase)).encode())
+            digest.update(repr((op.name, op.inputs, op.outputs, op.phase, op.decision)).encode())
         roots = (self.inputs, self.cotangents, self.outputs, self.gradients, self.multiplicity)
         digest.update(repr(roots).encode())
         return digest.hexdigest()[:32]

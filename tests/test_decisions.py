@@ -277,6 +277,52 @@ def test_primitives_that_nobody_knows_decide_by_what_they_lower_to() -> None:
         assert _once(total, X) == names
 
 
+def test_sums_may_be_elements() -> None:
+    def mean_of_equals(x: jax.Array) -> jax.Array:
+        h = _rms(x)
+        mean = jnp.mean(jnp.stack([h, h]), 0)
+        return jnp.sum(jnp.where(h >= mean, jnp.sin(3 * h), h * h))
+
+    def opposite(x: jax.Array) -> jax.Array:
+        h = _rms(x)
+        rest = jnp.sum(jnp.stack([h, -jnp.broadcast_to(h.max(0), h.shape)]), 0)
+        return jnp.sum(jnp.where(rest >= 0, jnp.sin(3 * h), h * h))
+
+    def added(x: jax.Array) -> jax.Array:
+        h = _rms(x)
+        return jnp.sum(jnp.where(h + (-h.max(0)) >= 0, jnp.sin(3 * h), h * h))
+
+    def safe_norm(x: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ W)
+        squares = jnp.sum((h[:, None] - h[None, :]) ** 2, -1)
+        return jnp.sum(jnp.sqrt(jnp.where(squares > 0, squares, 1.0)))
+
+    for function, name in (
+        (mean_of_equals, "ge"),
+        (opposite, "ge"),
+        (added, "ge"),
+        (safe_norm, "gt"),
+    ):
+        assert name in _once(function, X)
+    for function in (mean_of_equals, safe_norm):
+        expected = jax.grad(function)(X)
+        for policy in ("echo", "full", "min_cut"):
+            found = jax.grad(remat.checkpoint(function, remat_policy=policy))(X)
+            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_normalised_values_are_compared_with_numbers_as_often_as_need_be() -> None:
+    """The masks of relu after a norm are thresholds: a plan need not keep them."""
+
+    def network(x: jax.Array) -> jax.Array:
+        h = x @ W
+        mean, square = h.mean(0), (h * h).mean(0)
+        h = (h - mean) * jax.lax.rsqrt(jnp.maximum(square - mean**2, 0) + 1e-5) + 0.1
+        return jnp.sum(jax.nn.relu(h) @ W)
+
+    assert _once(network, X) == []
+
+
 def test_relatives_are_compared_once() -> None:
     """Two values of one origin can be equal by construction, values of different origins cannot."""
 
@@ -314,8 +360,9 @@ def test_masks_of_extrema_say_what_they_compare() -> None:
         found = jax.grad(remat.checkpoint(total), (0, 1))(x, y)
         jax.tree.map(np.testing.assert_array_equal, expected, found)
     graph = remat.plan(lambda x: jnp.sum(jnp.clip(jnp.sin(x), -0.5, 0.5) ** 2), X).graph
-    names = [op.name for op in graph.ops]
-    assert (names.count("ge"), names.count("le")) == (1, 1)
+    comparisons = [op for op in graph.ops if op.name in ("eq", "ge", "gt", "le", "lt")]
+    assert len(comparisons) == 4
+    assert all(len(op.inputs) == 1 and not op.decision for op in comparisons)
 
 
 def _making(graph: Graph, op: int) -> Iterator[Step]:
