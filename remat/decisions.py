@@ -245,21 +245,17 @@ class _Search:
     def _joined(self, op: Op, operands: Iterable[_Origin]) -> int:
         """What makes a comparison one on its own boundary; 0 if it is none."""
         # A mean of equal elements, or of one, equals an element: what is compared may be related by any way.
-        joined = _common(o.roots for o in operands) if op.name in _COMPARISONS else 0
-        for origin in operands:
-            joined |= origin.equal | (origin.patched if op.name in _TIES else 0)
-        return joined
+        related = _common(o.roots for o in operands) if op.name in _COMPARISONS else 0
+        return related | _meetings(op, operands)
 
     def _read_backward(self, op: Op, equation: Equation) -> None:
         """What reads a cotangent runs once, but it may decide by values that the backward pass makes again."""
-        ties = op.name in _TIES
         if not (op.name in _DECISIVE or _decides_inside(equation)):
             return
         read = [v for v in dict.fromkeys(op.inputs) if v in self.origins]
         operands = self._operands(read)
-        joined = 0 if ties else _common(o.bases for o in operands)
-        for origin in operands:
-            joined |= origin.equal | (origin.patched if ties else 0)
+        related = 0 if op.name in _TIES else _common(o.bases for o in operands)
+        joined = related | _meetings(op, operands)
         self.joined |= joined
         for value, origin in zip(read, operands, strict=True):
             producer = self.graph.values[value].producer
@@ -353,6 +349,14 @@ class _Search:
             [getattr(avals[v], "dtype", None) for v in equation.reads],
             [getattr(avals[v], "dtype", None) for v in equation.outputs],
         )
+
+
+def _meetings(op: Op, operands: Iterable[_Origin]) -> int:
+    """What relatives that met on the way to an operator had in common; those side by side matter to ties alone."""
+    found = 0
+    for origin in operands:
+        found |= origin.equal | (origin.patched if op.name in _TIES else 0)
+    return found
 
 
 def _common(sets: Iterable[int]) -> int:
