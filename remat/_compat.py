@@ -27,6 +27,7 @@ __all__ = [
     "ScanParts",
     "at_site",
     "avals_of",
+    "barrier_after",
     "call_body",
     "calls_derivative_rules",
     "checkpoint_names",
@@ -482,6 +483,8 @@ def evaluate_equation(
     eqn: JaxprEqn, inputs: Sequence[Any], site: JaxprEqn | None = None
 ) -> Sequence[Any]:
     """Executes one equation on `inputs` in the current trace, keeping its name scope and context."""
+    if CPU_UNDOES_REMATERIALIZATION and eqn.primitive is jax.lax.optimization_barrier_p:
+        inputs = [_rounded(x) for x in inputs]
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     extra: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # before jax 0.10.1: (functions, params)
@@ -491,10 +494,32 @@ def evaluate_equation(
     return out if eqn.primitive.multiple_results else (out,)
 
 
+def _rounded(x: Any) -> Any:
+    """Returns a float array so that XLA:CPU cannot contract the product that made it with a sum that reads it.
+
+    What a barrier does elsewhere. XLA does not know that an array selected by `x == x` is `x`.
+    """
+    if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+        return x
+    return jax.lax.select(x == x, x, jax.numpy.full_like(x, jax.numpy.nan))
+
+
 def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn:
     """Returns the equation of another comparison, `ge` or `le`, in the place of one, with other operands."""
     primitive = {"ge": jax.lax.ge_p, "le": jax.lax.le_p}[name]
     return eqn.replace(primitive=primitive, invars=list(invars))
+
+
+def barrier_after(eqn: JaxprEqn, position: int) -> JaxprEqn:
+    """Returns the equation of an `optimization_barrier` around one result of an equation."""
+    var = eqn.outvars[position]
+    return eqn.replace(
+        primitive=jax.lax.optimization_barrier_p,
+        invars=[var],
+        outvars=[var],
+        params={},
+        effects=_core.no_effects,
+    )
 
 
 def is_symbolic(aval: Any) -> bool:

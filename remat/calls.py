@@ -55,7 +55,8 @@ _SAME_FOREVER = (
     np.dtype,
     np.ufunc,
 )
-_TRUSTED = ("jax", "jaxlib", "numpy")  # whose callables do not change
+_TRUSTED = ("jax", "jaxlib", "numpy")  # whose callables do not change, but for these
+_STATEFUL = (np.random.BitGenerator, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,8 @@ def key_of(value: Any) -> Any:
     if isinstance(value, _SAME_FOREVER):
         return kind, value
     by_identity = kind.__hash__ is object.__hash__
-    if by_identity and kind.__module__.partition(".")[0] not in _TRUSTED:
+    is_trusted = kind.__module__.partition(".")[0] in _TRUSTED and not isinstance(value, _STATEFUL)
+    if by_identity and not is_trusted:
         raise TypeError(f"{kind.__name__} is hashed by identity and may change")
     hash(value)
     if dataclasses.is_dataclass(value) and not by_identity:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from remat import _compat
+from remat.calls import key_of
 from remat.primitives import TABLE, OpCost, classify
 from remat.stablehlo import NotUnderstood, module_cost
 
@@ -62,7 +63,7 @@ def _key(eqn: Any, in_avals: Sequence[Any]) -> Any:
     """What a lowering depends on: primitive, parameters, operand types, platform, jax's settings."""
     types = tuple((getattr(a, "shape", None), getattr(a, "dtype", None)) for a in in_avals)
     platform = (jax.default_backend(), jax.config.jax_default_device)  # pyright: ignore[reportAttributeAccessIssue]
-    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    params = tuple((name, key_of(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive, params, types, platform, _compat.trace_context()
 
 

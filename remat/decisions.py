@@ -30,6 +30,11 @@ related by sums (the mean of equal elements is an element), but not by products 
 is between values with no sum over several elements in between, else every normalisation were one; where an integer
 comparison picks an element, the sum is that element (`sum(one_hot(argmax(x)) * x)`).
 
+A compiler, too, makes values twice: XLA copies what is cheap into every kernel that reads it, and a product that
+meets a sum in one of them it does not even round. So the last of what the operands of such a comparison have in
+common goes through an `optimization_barrier` (`with_single_instances`), and so does what is added up between there
+and the comparison: these are arrays in memory, rounded once and read by all that follows.
+
 A policy of jax (`lowering="policy"`) can only name values of the undifferentiated program, not a mask that is born
 in differentiation. There decisions are repeated, as under `jax.checkpoint`, and it is the values between a
 comparison and what its operands have in common that may not be kept: all of them are made again, from one instance.
@@ -39,19 +44,20 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from remat import _compat
 from remat.classify import classify_equation
 from remat.graph import Graph, Op, Value
 from remat.primitives import TABLE
-from remat.program import Equation, Program, is_inexact
+from remat.program import PRIMAL_TAG, Atom, Equation, Literal, Program, is_inexact
 
-__all__ = ["compare_operands", "with_decisions"]
+__all__ = ["compare_operands", "decide", "single_instances", "with_single_instances"]
 
 _REASON = "it decides by the last bit of what it reads, and is made once"
 
@@ -65,6 +71,16 @@ _JUMPS = _names(
     """
     approx_top_k argmax argmin bitcast_convert_type ceil eig eigh floor geqp3 geqrf hessenberg lu
     qr random_gamma rem round schur sort svd top_k tridiagonal
+    """
+)
+# Comparisons that hold always, or never, if this operand is not negative and the other one zero or less.
+_SETTLED = {"ge": 0, "lt": 0, "gt": 1, "le": 1}
+_NEVER_NEGATIVE = _names("abs exp exp2 logistic sqrt square")
+_KEEP_SIGN = _names(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type copy cumsum div gather max min mul
+    optimization_barrier pow reduce_max reduce_min reduce_prod reduce_sum reshape rev select_n slice
+    squeeze stop_gradient transpose
     """
 )
 _COMPARISONS = _names("eq eq_to ge gt le le_to lt lt_to ne")
@@ -90,6 +106,7 @@ _DIFFERENCES = _names("add add_any atan2 complex div dot_general sub")
 # Their results have elements of several operands side by side.
 _PATCHES = _names("clamp concatenate dynamic_update_slice max min pad scatter select_n stack")
 _SUMS = frozenset({"reduce_prod", "reduce_sum"})
+_ADDING = _names("add add_any cumsum dot_general reduce_sum reduce_window_sum sub")
 _LINEAR = _names("cumsum reduce_sum reduce_window_sum")
 # Where one operand is zero but in one place, the result is the element of the other, or the sum that it is in.
 _PICKING = _names("convert_element_type mul")
@@ -115,6 +132,7 @@ class _Origin:
         patched: those that several parts of an array that was put together have in common.
         exact: whether every run gives the same bits.
         picks: whether it is zero but where integers are equal, so that a sum over it may be one of its elements.
+        negative: whether it can be below zero.
     """
 
     roots: int = 0
@@ -123,9 +141,11 @@ class _Origin:
     patched: int = 0
     exact: bool = True
     picks: bool = False
+    negative: bool = True
 
 
 _ONE_INSTANCE = _Origin()
+_BARRIER = "optimization_barrier"
 
 
 def compare_operands(program: Program) -> Program:
@@ -166,25 +186,66 @@ def _direct(equation: Equation, extrema: Mapping[int, Equation]) -> Equation | N
     return None
 
 
-def with_decisions(program: Program, graph: Graph, *, named_only: bool = False) -> Graph:
-    """Returns the graph with what decides marked, so that no plan repeats it; see the module docstring.
+def decide(
+    program: Program, graph: Graph, *, named_only: bool = False
+) -> tuple[Graph, tuple[int, ...]]:
+    """Finds what decides, so that no plan repeats it; see the module docstring.
 
     Args:
         program: a joint program.
         graph: its graph; operator `i` is equation `i`.
         named_only: the plan is for a policy of jax, which can only keep values of the undifferentiated program:
             instead of operators, values that may not be kept are marked.
+
+    Returns:
+        The graph with the marks, and the values that must be arrays in memory, each before all that reads them.
     """
     search = _Search(program, graph)
     search.run(keeps=not named_only)
+    single = search.single()
     if named_only:
         values = tuple(map(search.without_between, graph.values))
-        return replace(graph, values=values)
+        return replace(graph, values=values), single
     ops = list(graph.ops)
     for index in search.once:
         if ops[index].recomputable:  # else it has a reason of its own
             ops[index] = replace(ops[index], recomputable=False, decision=True, reason=_REASON)
-    return replace(graph, ops=tuple(ops))
+    return replace(graph, ops=tuple(ops)), single
+
+
+def with_single_instances(program: Program, values: Collection[int]) -> Program:
+    """Returns the program with values behind an `optimization_barrier`, for all that reads them."""
+    wanted = set(values)
+    if not wanted:
+        return program
+    avals, tags = list(program.avals), dict(program.tags)
+    tied: dict[int, Atom] = {}
+    equations: list[Equation] = []
+    for equation in program.equations:
+        inputs = tuple(tied.get(a, a) if isinstance(a, int) else a for a in equation.inputs)
+        equations.append(replace(equation, inputs=inputs))
+        for value in wanted.intersection(equation.outputs):
+            position = equation.outputs.index(value)
+            source = _compat.barrier_after(equation.source, position)
+            equations.append(Equation(source, (value,), (len(avals),), equation.site))
+            tied[value] = len(avals)
+            avals.append(avals[value])
+            if not any(tag.startswith(PRIMAL_TAG) for tag in tags.get(value, (PRIMAL_TAG,))):
+                tags[tied[value]] = tags.pop(value)  # what is named is what is read
+    return replace(
+        program,
+        avals=tuple(avals),
+        equations=tuple(equations),
+        outputs=tuple(tied.get(a, a) if isinstance(a, int) else a for a in program.outputs),
+        tags=tags,
+    )
+
+
+def single_instances(graph: Graph) -> frozenset[int]:
+    """Returns which values of the undifferentiated program are behind a barrier in a graph made to name them."""
+    read = (op.inputs[0] for op in graph.ops if op.name == _BARRIER and len(op.inputs) == 1)
+    primals = (graph.values[value].primal for value in read)
+    return frozenset(value for value in primals if value is not None)
 
 
 class _Search:
@@ -196,7 +257,7 @@ class _Search:
         self.origins: dict[int, _Origin] = {}
         self.own: dict[int, int] = {}
         self.once: set[int] = set()
-        self.joined = 0  # what the operands of comparisons have in common
+        self.decided: list[tuple[tuple[int, ...], int]] = []  # operands, what they have in common
 
     def run(self, *, keeps: bool) -> None:
         """Finds what decides; with `keeps` a decision's result counts as one instance from there on."""
@@ -219,8 +280,71 @@ class _Search:
             return value
         if not self.graph.ops[value.producer].recomputable:
             return value  # kept in any case
-        between = origin.roots & self.joined & ~self.own.get(value.id, 0)
+        between = origin.roots & self._boundary_bits & ~self.own.get(value.id, 0)
         return replace(value, savable=False) if between else value
+
+    def single(self) -> tuple[int, ...]:
+        """Returns the values that are to be single instances and may not be yet, in their order."""
+        wanted = set(self._boundary)
+        for op in self._between:
+            if op.name in _ADDING:
+                wanted.update(self._summands(op))
+        return tuple(sorted(filter(self._may_be_copied, wanted)))
+
+    @functools.cached_property
+    def _boundary(self) -> frozenset[int]:
+        """The last of what the operands of a comparison have in common: every way to it leads through them."""
+        return self._ways[0]
+
+    @property
+    def _between(self) -> Iterable[Op]:
+        """The operators between the boundary and the comparisons."""
+        return (self.graph.ops[index] for index in sorted(self._ways[1]))
+
+    @functools.cached_property
+    def _ways(self) -> tuple[frozenset[int], frozenset[int]]:
+        boundary, between = set[int](), set[int]()
+        for operands, joined in self.decided:
+            todo, seen = list(operands), set(operands)
+            while todo:
+                value = todo.pop()
+                producer = self.graph.values[value].producer
+                if self.own.get(value, 0) & joined:
+                    boundary.add(value)
+                elif producer is not None:
+                    between.add(producer)
+                    inputs = set(self.graph.ops[producer].inputs) - seen
+                    seen |= inputs
+                    todo += inputs
+        return frozenset(boundary), frozenset(between)
+
+    def _summands(self, op: Op) -> set[int]:
+        """What an addition adds up, seen through what only moves it: a product among it may go unrounded."""
+        found, todo, seen = set[int](), list(op.inputs), set(op.inputs)
+        while todo:
+            value = todo.pop()
+            producer = self.graph.values[value].producer
+            if value in self._boundary or producer is None:
+                continue
+            source = self.graph.ops[producer]
+            if self._is_exact(source, self.program.equations[producer]):
+                inputs = set(source.inputs) - seen
+                seen |= inputs
+                todo += inputs
+            else:
+                found.add(value)
+        return found
+
+    @functools.cached_property
+    def _boundary_bits(self) -> int:
+        return functools.reduce(operator.or_, map(self.own.__getitem__, self._boundary), 0)
+
+    def _may_be_copied(self, value: int) -> bool:
+        producer = self.graph.values[value].producer
+        if producer is None or self.graph.ops[producer].name == _BARRIER:
+            return False
+        is_exact = self.origins[value].exact and producer not in self.once
+        return not is_exact and _is_float(self.program.avals[value].dtype)
 
     # --- decisions ---------------------------------------------------------------------------------
 
@@ -239,8 +363,22 @@ class _Search:
         if not (to_bool or op.name in _THRESHOLDS):
             return False
         joined = self._joined(op, operands)
-        self.joined |= joined
-        return bool(joined)
+        if not joined or self._is_settled(op, equation, operands):
+            return False
+        self.decided.append((op.inputs, joined))
+        return True
+
+    def _is_settled(self, op: Op, equation: Equation, operands: Sequence[_Origin]) -> bool:
+        """Whether no rounding can change a comparison: is a sum of exponentials negative, is anything infinite?"""
+        if op.name not in _COMPARISONS or len(operands) != 1:
+            return False
+        numbers = [np.asarray(a.value) for a in equation.inputs if isinstance(a, Literal)]
+        if any(not np.isfinite(number).any() for number in numbers):
+            return True
+        if op.name not in _SETTLED or operands[0].negative:
+            return False
+        other = equation.inputs[1 - _SETTLED[op.name]]
+        return isinstance(other, Literal) and bool(np.all(np.asarray(other.value) <= 0))
 
     def _joined(self, op: Op, operands: Iterable[_Origin]) -> int:
         """What makes a comparison one on its own boundary; 0 if it is none."""
@@ -254,12 +392,14 @@ class _Search:
             return
         read = [v for v in dict.fromkeys(op.inputs) if v in self.origins]
         operands = self._operands(read)
-        related = 0 if op.name in _TIES else _common(o.bases for o in operands)
-        joined = related | _meetings(op, operands)
-        self.joined |= joined
+        joined = self._joined(op, operands)
+        if not joined:
+            return
+        self.decided.append((tuple(read), joined))
         for value, origin in zip(read, operands, strict=True):
             producer = self.graph.values[value].producer
-            if origin.bases & joined and not origin.exact and producer is not None:
+            known = origin.roots | origin.equal | origin.patched
+            if known & joined and not origin.exact and producer is not None:
                 self.once.add(producer)
 
     # --- origins -----------------------------------------------------------------------------------
@@ -303,12 +443,36 @@ class _Search:
         picks = (picks and (is_exact or op.name in _PICKING)) or self._compares_integers(
             op, equation
         )
-        origin = replace(origin, picks=picks)
+        negative = not self._is_not_negative(op, equation, operands)
+        origin = replace(origin, picks=picks, negative=negative)
         for value in op.outputs:
             if is_exact and not once:
                 self.origins[value] = origin
             else:
                 self.origins[value] = self._with_itself(value, replace(origin, exact=once))
+
+    def _is_not_negative(self, op: Op, equation: Equation, operands: Sequence[_Origin]) -> bool:
+        if op.name in _NEVER_NEGATIVE:
+            return True
+        if (
+            op.name == "mul"
+            and len(equation.inputs) == 2
+            and equation.inputs[0] == equation.inputs[1]
+        ):
+            return True  # a square
+        if op.name == "integer_pow":
+            return equation.source.params["y"] % 2 == 0 or not operands[0].negative
+        if op.name not in _KEEP_SIGN:
+            return False
+        literals = [a.value for a in equation.inputs if isinstance(a, Literal)]
+        return all(map(self._keeps_positive, equation.reads)) and all(
+            np.all(np.asarray(value) >= 0) for value in literals
+        )
+
+    def _keeps_positive(self, value: int) -> bool:
+        if not _is_float(self.program.avals[value].dtype):
+            return self.program.avals[value].dtype == jnp.bool_
+        return not self.origins[value].negative
 
     def _compares_integers(self, op: Op, equation: Equation) -> bool:
         return op.name == "eq" and not any(map(_is_float, self._dtypes(equation)[0]))

@@ -32,13 +32,14 @@ class _Part:
 
     Attributes:
         cost: of the primitive that it is the lowering of.
-        step: that primitive; a cast of floats to integers is a rounding, one to booleans a comparison.
+        steps: that primitive, and those of its body; a cast of floats to integers is a rounding, one to booleans a
+            comparison.
         moves: elements do not stay where they are; False for a constant or a scalar that is repeated.
         is_view: it only moves elements, or makes them from nothing.
     """
 
     cost: OpCost
-    step: str
+    steps: frozenset[str]
     moves: bool
     is_view: bool
 
@@ -202,11 +203,13 @@ def _part(operation: Any, full_name: str, functions: Mapping[str, Any]) -> _Part
         raise NotUnderstood(_described(operation, full_name))
     if step == "convert_element_type" and _is_float(ins[0]) and not _is_float(outs[0]):
         step = "ne" if outs[0].dtype.name == "i1" else "round"
-    times = _operations_per_element(operation, full_name, functions)
+    inside = list(_parts(operation, functions))
+    times = _operations_per_element(operation, full_name, inside)
     cost = replace(cost, flops=cost.flops * times)
     is_view = cost.op_class in (OpClass.VIEW, OpClass.METADATA)
     from_scalars = name in _VIEWS and all(aval_size(aval) == 1 for aval in ins)
-    return _Part(cost, step, moves=is_view and not from_scalars, is_view=is_view)
+    steps = frozenset({step}).union(*(part.steps for part in inside))
+    return _Part(cost, steps, moves=is_view and not from_scalars, is_view=is_view)
 
 
 def _is_float(aval: Any) -> bool:
@@ -234,12 +237,12 @@ def _cost(
     return primitive, cost if cost.known else None
 
 
-def _operations_per_element(operation: Any, name: str, functions: Mapping[str, Any]) -> int:
+def _operations_per_element(operation: Any, name: str, inside: Sequence[_Part]) -> int:
     """Returns the operations of the function that a reduction combines elements with, 1 for everything else.
 
     The row of a reduction counts one operation for each element of each operand.
     """
-    body = [part.cost for part in _parts(operation, functions) if not part.is_view]
+    body = [part.cost for part in inside if not part.is_view]
     strange = [cost for cost in body if cost.op_class is not OpClass.POINTWISE]
     if strange:
         raise NotUnderstood(f"{name} with a {strange[0].op_class.value} operation inside")
@@ -307,5 +310,5 @@ def _together(parts: Sequence[_Part]) -> OpCost:
         known=True,
         recomputable=all(cost.recomputable for cost in costs),
         reason=next((cost.reason for cost in costs if cost.reason), ""),
-        steps=frozenset(part.step for part in parts),
+        steps=frozenset[str]().union(*(part.steps for part in parts)),
     )

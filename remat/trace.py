@@ -17,7 +17,7 @@ import jax
 
 from remat import _compat
 from remat.classify import classify_equation
-from remat.decisions import compare_operands, with_decisions
+from remat.decisions import compare_operands, decide, with_single_instances
 from remat.errors import TraceError
 from remat.graph import Graph, Op, Value
 from remat.primitives import OpClass, OpCost, aval_bytes
@@ -176,10 +176,11 @@ def trace_joint(
     if not name_values:  # jax differentiates again what a policy of jax keeps
         program = without_dead_code(compare_operands(program))
     num_outputs = len(primal.outputs)
+    program, graph = _decided(program, len(args), num_outputs, multiplicity, name_values)
     return Joint(
         program=program,
         graph=replace(
-            _graph_of(program, len(args), num_outputs, multiplicity, name_values),
+            graph,
             invariant=program.inputs[:num_invariant],
             carried=(
                 *program.inputs[num_invariant : num_invariant + num_carried],
@@ -197,7 +198,7 @@ def trace_joint(
 def with_program(joint: Joint, program: Program) -> Joint:
     """Returns a joint program with other equations for the same inputs, results and gradients."""
     old = joint.graph
-    graph = _graph_of(
+    program, graph = _decided(
         program, joint.num_inputs, joint.num_outputs, old.multiplicity, joint.name_values
     )
     carried_in = tuple(v for v in old.carried if v in old.inputs)
@@ -224,9 +225,18 @@ def check_differentiable(primal: Program, perturbed: Sequence[bool]) -> None:
         )
 
 
+def _decided(program: Program, *how: Any) -> tuple[Program, Graph]:
+    """Returns a joint program and its graph with what decides made once, from single instances."""
+    graph, single = _graph_of(program, *how)
+    if single:
+        program = with_single_instances(program, single)
+        graph, _ = _graph_of(program, *how)
+    return program, graph
+
+
 def _graph_of(
     program: Program, num_inputs: int, num_outputs: int, multiplicity: int, primal_only: bool
-) -> Graph:
+) -> tuple[Graph, tuple[int, ...]]:
     inputs, cotangents = program.inputs[:num_inputs], program.inputs[num_inputs:]
     runs = program
     if has_symbols(runs):
@@ -272,7 +282,7 @@ def _graph_of(
         constants=tuple(program.constants),
         multiplicity=multiplicity,
     )
-    return with_decisions(program, graph, named_only=primal_only)
+    return decide(program, graph, named_only=primal_only)
 
 
 def _chosen(ops: Sequence[Op], producer: int | None) -> bool:

@@ -234,3 +234,11 @@ def test_arrays_of_objects_are_part_of_the_program() -> None:
     call = flatten_call((words, np.ones(2), np.float32(1), np.array([True])), {})
     assert len(call.leaves) == 3 and call.owners == [1, 2, 3] and call.key is None
     assert call.rebuild(call.leaves)[0][0] is words
+
+
+def test_random_generators_are_looked_at_again() -> None:
+    """They are hashed by identity, and every draw changes them."""
+    for generator in (np.random.default_rng(0), np.random.RandomState(0), np.random.PCG64(0)):
+        with pytest.raises(TypeError, match="may change"):
+            key_of(generator)
+    assert key_of(np.add) == key_of(np.add)

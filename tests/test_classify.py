@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from new_primitives import new_primitive
 
 import remat
@@ -328,3 +330,20 @@ def test_operators_that_are_objects_are_planned_by_what_they_expand_to() -> None
     np.testing.assert_allclose(
         jax.grad(remat.checkpoint(loss))(X), jax.grad(loss)(X), rtol=1e-5, atol=1e-6
     )
+
+
+def test_equal_numbers_of_different_types_are_different_parameters() -> None:
+    primitive = Primitive("as_its_parameter_says")
+    primitive.def_abstract_eval(lambda aval, *, how: aval)
+    mlir.register_lowering(
+        primitive,
+        mlir.lower_fun(
+            lambda x, *, how: jnp.sin(x) if how is True else x + how, multiple_results=False
+        ),
+    )
+
+    def flops(how: Any) -> int:
+        jaxpr = jax.make_jaxpr(lambda x: primitive.bind(x, how=how))(jnp.ones(8))
+        return classify_equation(jaxpr.eqns[0]).flops
+
+    assert flops(True) > flops(1) == flops(2)

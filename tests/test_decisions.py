@@ -256,6 +256,11 @@ def _once(function: Callable[..., Any], *args: Any) -> list[str]:
         (lambda x: jnp.sum(jax.nn.relu(jnp.sin(x @ W)) ** 2), []),
         (lambda x: jnp.sum(jnp.clip(jnp.sin(x), -0.5, 0.5) ** 2), []),
         (lambda x: jnp.sum(jnp.abs(jnp.sin(x) - jnp.sin(x).mean()) ** 3), []),
+        # Settled whatever the rounding: a sum of exponentials is not negative, nothing here is infinite.
+        (lambda x: jnp.sum(jax.nn.logsumexp(jnp.tanh(x @ W), -1)), []),
+        (lambda x: jnp.sum(jax.nn.mish(jnp.tanh(x @ W)) ** 2), []),
+        (lambda x: jnp.sum(jax.nn.log_sigmoid(jnp.tanh(x @ W))), []),
+        (lambda x: jnp.sum(jnp.abs(jnp.exp(h := jnp.sin(x)) - jnp.exp(h.max(0)))), ["eq", "ge"]),
         # The same bits whenever they are made: arguments, and what exact operators make of them.
         (lambda x: jnp.sum(jnp.sin(jnp.sort(x, axis=0)) * jnp.sin(x.max(0))), []),
         (lambda x: jnp.sum(jnp.sin(x) * (x == x.max(0))), []),
@@ -265,11 +270,29 @@ def test_what_is_made_once(function: Callable[..., Any], names: list[str]) -> No
     assert _once(function, X) == names
 
 
+def _longest(x: jax.Array) -> jax.Array:
+    """Of every row the sine of what has the largest absolute value, by a comparison in a reduction's body."""
+
+    def larger(a: Any, b: Any) -> Any:
+        is_first = a[0] >= b[0]
+        return tuple(jnp.where(is_first, x, y) for x, y in zip(a, b, strict=True))
+
+    start = (jnp.float32(-1), jnp.float32(0))
+    found = jax.lax.reduce((jnp.abs(x), jnp.sin(x)), start, larger, (1,))
+    return jnp.broadcast_to(found[1][:, None], x.shape)
+
+
 def test_primitives_that_nobody_knows_decide_by_what_they_lower_to() -> None:
     steps = new_primitive("half_steps", lambda x: jnp.floor(2 * x) / 2)
     smooth = new_primitive("one_less_square", lambda x: (1 + x) * (1 - x))
     casts = new_primitive("to_codes", lambda x: (4 * x).astype(jnp.int8).astype(x.dtype))
-    for primitive, names in ((steps, ["half_steps"]), (smooth, []), (casts, ["to_codes"])):
+    longest = new_primitive("longest", _longest)
+    for primitive, names in (
+        (steps, ["half_steps"]),
+        (smooth, []),
+        (casts, ["to_codes"]),
+        (longest, ["longest"]),
+    ):
 
         def total(x: jax.Array, primitive: Any = primitive) -> jax.Array:
             return jnp.sum(jnp.sin(x * jax.lax.stop_gradient(primitive(jnp.sin(x)))))
@@ -309,6 +332,73 @@ def test_sums_may_be_elements() -> None:
         for policy in ("echo", "full", "min_cut"):
             found = jax.grad(remat.checkpoint(function, remat_policy=policy))(X)
             np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def _where(is_chosen: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    def total(x: jax.Array) -> jax.Array:
+        h = _rms(x)
+        return jnp.sum(jnp.where(is_chosen(h), jnp.sin(3 * h), h * h))
+
+    return total
+
+
+@jax.custom_vjp
+def _own_max(h: jax.Array) -> jax.Array:
+    return h.max(0)
+
+
+def _own_max_backward(h: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jnp.where((h - h.max(0)) ** 2 <= 0, cotangent, 0.0),)
+
+
+_own_max.defvjp(lambda h: (h.max(0), h), _own_max_backward)
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(_where(lambda h: h + (-h.max(0)) >= 0), id="sum"),
+        pytest.param(_where(lambda h: 3 * h - 3 * h.max(0) >= 0), id="products"),
+        pytest.param(_where(lambda h: 2 * h + 1 - (2 * h + 1).max(0) >= 0), id="twice"),
+        pytest.param(_where(lambda h: jnp.tanh(h) - jnp.tanh(h).max(0) >= 0), id="tanh"),
+        pytest.param(_where(lambda h: h * 3 - jax.lax.top_k(h * 3, 3)[0][:, -1:] >= 0), id="top_k"),
+        pytest.param(
+            _where(
+                lambda h: jnp.stack([3 * h, -jnp.broadcast_to(3 * h.max(0), h.shape)]).sum(0) >= 0
+            ),
+            id="stacked",
+        ),
+        pytest.param(_where(lambda h: h >= jnp.median(h, 0)), id="median"),
+        pytest.param(lambda x: jnp.sum(_own_max(2 * _rms(x)) * jnp.sin(_rms(x))), id="own rule"),
+    ],
+)
+def test_what_comparisons_share_is_rounded_once(
+    function: Callable[[jax.Array], jax.Array], lowering: str
+) -> None:
+    """XLA copies cheap values into several kernels, and where a product meets a sum it does not round it."""
+    with jax.enable_x64(True):
+        expected = jax.grad(function)(jnp.asarray(np.asarray(X), jnp.float64))
+    for policy in ("min_cut", "full"):
+        step = jax.grad(remat.checkpoint(function, remat_policy=policy, lowering=lowering))
+        kept = jax.jit(step).lower(X).compile(KEEP_BARRIERS)
+        for run in (step, jax.jit(step), kept):
+            np.testing.assert_allclose(run(X), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_comparisons_share_is_held_in_memory() -> None:
+    def barriers(function: Callable[..., Any]) -> list[str]:
+        graph = remat.plan(function, X, remat_policy="full").graph
+        return [
+            graph.ops[graph.values[op.inputs[0]].producer or 0].name
+            for op in graph.ops
+            if op.name == "optimization_barrier"
+        ]
+
+    assert barriers(_where(lambda h: h + (-h.max(0)) >= 0)) == ["div"]
+    assert barriers(_where(lambda h: 3 * h - 3 * h.max(0) >= 0)) == ["div", "mul", "mul"]
+    assert barriers(_where(lambda h: h > 0.3)) == []
+    assert barriers(lambda x: jnp.sum(jax.nn.softmax(jnp.tanh(x)) ** 2)) == []
 
 
 def test_normalised_values_are_compared_with_numbers_as_often_as_need_be() -> None:
