@@ -82,6 +82,7 @@ _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "cal
 _JIT_NAMES = frozenset({"jit", "pjit"})
 _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_SINGLE = "remat_single_instance"  # the parameter by which our own barriers are known
 # One primitive that stands for many operators, each an object in its parameters; jax's name for a few of these,
 # and what the same operators are called where they are primitives.
 _HI_NAME = "call_hi_primitive"
@@ -483,8 +484,9 @@ def evaluate_equation(
     eqn: JaxprEqn, inputs: Sequence[Any], site: JaxprEqn | None = None
 ) -> Sequence[Any]:
     """Executes one equation on `inputs` in the current trace, keeping its name scope and context."""
-    if CPU_UNDOES_REMATERIALIZATION and eqn.primitive is jax.lax.optimization_barrier_p:
-        inputs = [_rounded(x) for x in inputs]
+    if _SINGLE in eqn.params:
+        with at_site(eqn, site):
+            return [_single_instance(x) for x in inputs]
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     extra: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # before jax 0.10.1: (functions, params)
@@ -494,14 +496,15 @@ def evaluate_equation(
     return out if eqn.primitive.multiple_results else (out,)
 
 
-def _rounded(x: Any) -> Any:
-    """Returns a float array so that XLA:CPU cannot contract the product that made it with a sum that reads it.
-
-    What a barrier does elsewhere. XLA does not know that an array selected by `x == x` is `x`.
-    """
-    if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
-        return x
-    return jax.lax.select(x == x, x, jax.numpy.full_like(x, jax.numpy.nan))
+def _single_instance(x: Any) -> Any:
+    """Returns an array of floats that XLA makes once and rounds, for all that reads it."""
+    if not (CPU_UNDOES_REMATERIALIZATION and jax.default_backend() == "cpu"):
+        return jax.lax.optimization_barrier(x)
+    # There XLA:CPU deletes barriers, or cannot compile those in loops. It does not know that an array selected by
+    # `x == x` is `x`, and so does not contract the product that made it with a sum that reads it.
+    if jax.numpy.iscomplexobj(x):
+        return jax.lax.complex(_single_instance(x.real), _single_instance(x.imag))
+    return jax.numpy.where(x == x, x, jax.numpy.full((), jax.numpy.nan, x.dtype))
 
 
 def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn:
@@ -511,13 +514,13 @@ def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn
 
 
 def barrier_after(eqn: JaxprEqn, position: int) -> JaxprEqn:
-    """Returns the equation of an `optimization_barrier` around one result of an equation."""
+    """Returns the equation that makes a result of another one a single instance: an `optimization_barrier`."""
     var = eqn.outvars[position]
     return eqn.replace(
         primitive=jax.lax.optimization_barrier_p,
         invars=[var],
         outvars=[var],
-        params={},
+        params={_SINGLE: True},
         effects=_core.no_effects,
     )
 

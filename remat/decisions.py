@@ -224,14 +224,16 @@ def with_single_instances(program: Program, values: Collection[int]) -> Program:
     for equation in program.equations:
         inputs = tuple(tied.get(a, a) if isinstance(a, int) else a for a in equation.inputs)
         equations.append(replace(equation, inputs=inputs))
-        for value in wanted.intersection(equation.outputs):
-            position = equation.outputs.index(value)
+        for position, value in enumerate(equation.outputs):
+            if value not in wanted:
+                continue
+            new = len(avals)
             source = _compat.barrier_after(equation.source, position)
-            equations.append(Equation(source, (value,), (len(avals),), equation.site))
-            tied[value] = len(avals)
+            equations.append(Equation(source, (value,), (new,), equation.site))
+            tied[value] = new
             avals.append(avals[value])
             if not any(tag.startswith(PRIMAL_TAG) for tag in tags.get(value, (PRIMAL_TAG,))):
-                tags[tied[value]] = tags.pop(value)  # what is named is what is read
+                tags[new] = tags.pop(value)  # what is named is what is read
     return replace(
         program,
         avals=tuple(avals),

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from remat.policies import _search
 from tests.fuzzing.campaign import forget_compilations, tally, try_program
 
 _FORGET_EVERY = 40  # programs
@@ -52,6 +53,7 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 def _work(args: argparse.Namespace) -> None:
     """What one worker does: every `workers`-th program."""
+    _search._compiled_once()  # numba does not survive a limit that ends it
     started, number = time.monotonic(), 0
     done = {record["seed"] for record in _records(args.out)}
     for seed in _seeds(args):
