@@ -51,6 +51,7 @@ __all__ = [
     "names_of_policy",
     "open_jaxpr",
     "plain_params",
+    "rounding_after",
     "scan_parts",
     "scope_of",
     "source_of",
@@ -82,7 +83,7 @@ _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "cal
 _JIT_NAMES = frozenset({"jit", "pjit"})
 _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_SINGLE = "remat_single_instance"  # the parameter by which our own barriers are known
+_OURS = "remat"  # the parameter that says how an equation of our own is run
 # One primitive that stands for many operators, each an object in its parameters; jax's name for a few of these,
 # and what the same operators are called where they are primitives.
 _HI_NAME = "call_hi_primitive"
@@ -484,9 +485,9 @@ def evaluate_equation(
     eqn: JaxprEqn, inputs: Sequence[Any], site: JaxprEqn | None = None
 ) -> Sequence[Any]:
     """Executes one equation on `inputs` in the current trace, keeping its name scope and context."""
-    if _SINGLE in eqn.params:
+    if _OURS in eqn.params:
         with at_site(eqn, site):
-            return [_single_instance(x) for x in inputs]
+            return [eqn.params[_OURS](x) for x in inputs]
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     extra: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # before jax 0.10.1: (functions, params)
@@ -497,13 +498,19 @@ def evaluate_equation(
 
 
 def _single_instance(x: Any) -> Any:
-    """Returns an array of floats that XLA makes once and rounds, for all that reads it."""
-    if not (CPU_UNDOES_REMATERIALIZATION and jax.default_backend() == "cpu"):
-        return jax.lax.optimization_barrier(x)
-    # There XLA:CPU deletes barriers, or cannot compile those in loops. It does not know that an array selected by
-    # `x == x` is `x`, and so does not contract the product that made it with a sum that reads it.
+    """Returns an array that XLA makes once, in memory, for all that reads it."""
+    if CPU_UNDOES_REMATERIALIZATION and jax.default_backend() == "cpu":
+        return _rounded(x)  # there XLA:CPU deletes barriers, or cannot compile those in loops
+    return jax.lax.optimization_barrier(x)
+
+
+def _rounded(x: Any) -> Any:
+    """Returns an array whose elements XLA rounds: it does not contract a product that made them with a sum.
+
+    It does not know that an array selected by `x == x` is `x`; `reduce_precision` to the same precision it removes.
+    """
     if jax.numpy.iscomplexobj(x):
-        return jax.lax.complex(_single_instance(x.real), _single_instance(x.imag))
+        return jax.lax.complex(_rounded(x.real), _rounded(x.imag))
     return jax.numpy.where(x == x, x, jax.numpy.full((), jax.numpy.nan, x.dtype))
 
 
@@ -514,14 +521,21 @@ def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn
 
 
 def barrier_after(eqn: JaxprEqn, position: int) -> JaxprEqn:
-    """Returns the equation that makes a result of another one a single instance: an `optimization_barrier`."""
+    """Returns the equation that makes a result of another one a single instance in memory."""
+    return _after(eqn, position, jax.lax.optimization_barrier_p, {_OURS: _single_instance})
+
+
+def rounding_after(eqn: JaxprEqn, position: int) -> JaxprEqn:
+    """Returns the equation that has a result of another one rounded, fused with what reads it or not."""
+    info = jax.numpy.finfo(eqn.outvars[position].aval.dtype)
+    bits = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
+    return _after(eqn, position, jax.lax.reduce_precision_p, {**bits, _OURS: _rounded})
+
+
+def _after(eqn: JaxprEqn, position: int, primitive: Any, params: dict[str, Any]) -> JaxprEqn:
     var = eqn.outvars[position]
     return eqn.replace(
-        primitive=jax.lax.optimization_barrier_p,
-        invars=[var],
-        outvars=[var],
-        params={_SINGLE: True},
-        effects=_core.no_effects,
+        primitive=primitive, invars=[var], outvars=[var], params=params, effects=_core.no_effects
     )
 
 

@@ -32,8 +32,8 @@ comparison picks an element, the sum is that element (`sum(one_hot(argmax(x)) * 
 
 A compiler, too, makes values twice: XLA copies what is cheap into every kernel that reads it, and a product that
 meets a sum in one of them it does not even round. So the last of what the operands of such a comparison have in
-common goes through an `optimization_barrier` (`with_single_instances`), and so does what is added up between there
-and the comparison: these are arrays in memory, rounded once and read by all that follows.
+common goes through an `optimization_barrier` (`with_single_instances`): an array in memory, read by all that
+follows. What is added up between there and the comparison is rounded, whatever kernel it is in.
 
 A policy of jax (`lowering="policy"`) can only name values of the undifferentiated program, not a mask that is born
 in differentiation. There decisions are repeated, as under `jax.checkpoint`, and it is the values between a
@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ from remat.graph import Graph, Op, Value
 from remat.primitives import TABLE
 from remat.program import PRIMAL_TAG, Atom, Equation, Literal, Program, is_inexact
 
-__all__ = ["compare_operands", "decide", "single_instances", "with_single_instances"]
+__all__ = ["Instances", "compare_operands", "decide", "instances_of", "with_single_instances"]
 
 _REASON = "it decides by the last bit of what it reads, and is made once"
 
@@ -145,7 +145,23 @@ class _Origin:
 
 
 _ONE_INSTANCE = _Origin()
-_BARRIER = "optimization_barrier"
+_BARRIER, _ROUNDING = "optimization_barrier", "reduce_precision"
+
+
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """What the operands of comparisons are to be made from.
+
+    Attributes:
+        in_memory: values that are to be arrays in memory before anything reads them.
+        rounded: values whose elements are to be rounded before anything reads them.
+    """
+
+    in_memory: frozenset[int] = frozenset()
+    rounded: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.in_memory or self.rounded)
 
 
 def compare_operands(program: Program) -> Program:
@@ -186,9 +202,7 @@ def _direct(equation: Equation, extrema: Mapping[int, Equation]) -> Equation | N
     return None
 
 
-def decide(
-    program: Program, graph: Graph, *, named_only: bool = False
-) -> tuple[Graph, tuple[int, ...]]:
+def decide(program: Program, graph: Graph, *, named_only: bool = False) -> tuple[Graph, Instances]:
     """Finds what decides, so that no plan repeats it; see the module docstring.
 
     Args:
@@ -198,39 +212,39 @@ def decide(
             instead of operators, values that may not be kept are marked.
 
     Returns:
-        The graph with the marks, and the values that must be arrays in memory, each before all that reads them.
+        The graph with the marks, and what the operands of comparisons are to be made from.
     """
     search = _Search(program, graph)
     search.run(keeps=not named_only)
-    single = search.single()
+    instances = search.instances()
     if named_only:
         values = tuple(map(search.without_between, graph.values))
-        return replace(graph, values=values), single
+        return replace(graph, values=values), instances
     ops = list(graph.ops)
     for index in search.once:
         if ops[index].recomputable:  # else it has a reason of its own
             ops[index] = replace(ops[index], recomputable=False, decision=True, reason=_REASON)
-    return replace(graph, ops=tuple(ops)), single
+    return replace(graph, ops=tuple(ops)), instances
 
 
-def with_single_instances(program: Program, values: Collection[int]) -> Program:
-    """Returns the program with values behind an `optimization_barrier`, for all that reads them."""
-    wanted = set(values)
-    if not wanted:
-        return program
+def with_single_instances(program: Program, instances: Instances) -> Program:
+    """Returns the program with barriers and roundings behind values, for all that reads them."""
     avals, tags = list(program.avals), dict(program.tags)
-    tied: dict[int, Atom] = {}
+    after: dict[int, Atom] = {}
     equations: list[Equation] = []
     for equation in program.equations:
-        inputs = tuple(tied.get(a, a) if isinstance(a, int) else a for a in equation.inputs)
+        inputs = tuple(after.get(a, a) if isinstance(a, int) else a for a in equation.inputs)
         equations.append(replace(equation, inputs=inputs))
         for position, value in enumerate(equation.outputs):
-            if value not in wanted:
+            if value in instances.in_memory:
+                source = _compat.barrier_after(equation.source, position)
+            elif value in instances.rounded:
+                source = _compat.rounding_after(equation.source, position)
+            else:
                 continue
             new = len(avals)
-            source = _compat.barrier_after(equation.source, position)
             equations.append(Equation(source, (value,), (new,), equation.site))
-            tied[value] = new
+            after[value] = new
             avals.append(avals[value])
             if not any(tag.startswith(PRIMAL_TAG) for tag in tags.get(value, (PRIMAL_TAG,))):
                 tags[new] = tags.pop(value)  # what is named is what is read
@@ -238,16 +252,20 @@ def with_single_instances(program: Program, values: Collection[int]) -> Program:
         program,
         avals=tuple(avals),
         equations=tuple(equations),
-        outputs=tuple(tied.get(a, a) if isinstance(a, int) else a for a in program.outputs),
+        outputs=tuple(after.get(a, a) if isinstance(a, int) else a for a in program.outputs),
         tags=tags,
     )
 
 
-def single_instances(graph: Graph) -> frozenset[int]:
-    """Returns which values of the undifferentiated program are behind a barrier in a graph made to name them."""
-    read = (op.inputs[0] for op in graph.ops if op.name == _BARRIER and len(op.inputs) == 1)
-    primals = (graph.values[value].primal for value in read)
-    return frozenset(value for value in primals if value is not None)
+def instances_of(graph: Graph) -> Instances:
+    """Returns which values of the undifferentiated program are so in a graph that names these."""
+
+    def before(name: str) -> frozenset[int]:
+        read = (op.inputs[0] for op in graph.ops if op.name == name and len(op.inputs) == 1)
+        primals = (graph.values[value].primal for value in read)
+        return frozenset(value for value in primals if value is not None)
+
+    return Instances(before(_BARRIER), before(_ROUNDING))
 
 
 class _Search:
@@ -285,13 +303,13 @@ class _Search:
         between = origin.roots & self._boundary_bits & ~self.own.get(value.id, 0)
         return replace(value, savable=False) if between else value
 
-    def single(self) -> tuple[int, ...]:
-        """Returns the values that are to be single instances and may not be yet, in their order."""
-        wanted = set(self._boundary)
-        for op in self._between:
-            if op.name in _ADDING:
-                wanted.update(self._summands(op))
-        return tuple(sorted(filter(self._may_be_copied, wanted)))
+    def instances(self) -> Instances:
+        """Returns what is to be in memory or rounded and may not be yet."""
+        added = (self._summands(op) for op in self._between if op.name in _ADDING)
+        return Instances(
+            in_memory=frozenset(filter(self._may_differ, self._boundary)),
+            rounded=frozenset(filter(self._may_differ, set().union(*added))),
+        )
 
     @functools.cached_property
     def _boundary(self) -> frozenset[int]:
@@ -341,12 +359,13 @@ class _Search:
     def _boundary_bits(self) -> int:
         return functools.reduce(operator.or_, map(self.own.__getitem__, self._boundary), 0)
 
-    def _may_be_copied(self, value: int) -> bool:
+    def _may_differ(self, value: int) -> bool:
+        """Whether two kernels may come to different bits."""
         producer = self.graph.values[value].producer
-        if producer is None or self.graph.ops[producer].name == _BARRIER:
+        if producer is None or self.graph.ops[producer].name in (_BARRIER, _ROUNDING):
             return False
         is_exact = self.origins[value].exact and producer not in self.once
-        return not is_exact and _is_float(self.program.avals[value].dtype)
+        return not is_exact and bool(jnp.issubdtype(self.program.avals[value].dtype, jnp.floating))
 
     # --- decisions ---------------------------------------------------------------------------------
 
@@ -394,14 +413,17 @@ class _Search:
             return
         read = [v for v in dict.fromkeys(op.inputs) if v in self.origins]
         operands = self._operands(read)
-        joined = self._joined(op, operands)
-        if not joined:
-            return
-        self.decided.append((tuple(read), joined))
-        for value, origin in zip(read, operands, strict=True):
+        if op.name in _THRESHOLDS:
+            known = [o.roots | o.equal | o.patched for o in operands]
+            joined = self._joined(op, operands)
+            if joined:
+                self.decided.append((tuple(read), joined))
+        else:  # a sort, or a loop in which something is compared
+            known = [o.bases for o in operands]
+            joined = _common(known) | _meetings(op, operands)
+        for value, origin, members in zip(read, operands, known, strict=True):
             producer = self.graph.values[value].producer
-            known = origin.roots | origin.equal | origin.patched
-            if known & joined and not origin.exact and producer is not None:
+            if members & joined and not origin.exact and producer is not None:
                 self.once.add(producer)
 
     # --- origins -----------------------------------------------------------------------------------
@@ -463,7 +485,8 @@ class _Search:
         ):
             return True  # a square
         if op.name == "integer_pow":
-            return equation.source.params["y"] % 2 == 0 or not operands[0].negative
+            is_even = equation.source.params["y"] % 2 == 0
+            return is_even or not any(operand.negative for operand in operands)
         if op.name not in _KEEP_SIGN:
             return False
         literals = [a.value for a in equation.inputs if isinstance(a, Literal)]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from remat import _compat
 from remat.classify import classify_equation
-from remat.decisions import single_instances, with_single_instances
+from remat.decisions import instances_of, with_single_instances
 from remat.errors import PlanError
 from remat.plan import Plan, primal_name
 from remat.primitives import OpClass, aval_bytes
@@ -60,7 +60,7 @@ def annotate_program(
         PlanError: the plan belongs to another program, or keeps values the program does not have.
     """
     names = _names(program, plan)
-    program = with_single_instances(program, single_instances(plan.graph))
+    program = with_single_instances(program, instances_of(plan.graph))
     policy = jax.checkpoint_policies.save_only_these_names(*sorted(names.values()))
     env: dict[int, Any] = {**program.constants, **dict(zip(program.inputs, inputs, strict=True))}
     loops = _loop_paths(program)

@@ -17,7 +17,7 @@ import jax
 
 from remat import _compat
 from remat.classify import classify_equation
-from remat.decisions import compare_operands, decide, with_single_instances
+from remat.decisions import Instances, compare_operands, decide, with_single_instances
 from remat.errors import TraceError
 from remat.graph import Graph, Op, Value
 from remat.primitives import OpClass, OpCost, aval_bytes
@@ -227,16 +227,16 @@ def check_differentiable(primal: Program, perturbed: Sequence[bool]) -> None:
 
 def _decided(program: Program, *how: Any) -> tuple[Program, Graph]:
     """Returns a joint program and its graph with what decides made once, from single instances."""
-    graph, single = _graph_of(program, *how)
-    if single:
-        program = with_single_instances(program, single)
+    graph, instances = _graph_of(program, *how)
+    if instances:
+        program = with_single_instances(program, instances)
         graph, _ = _graph_of(program, *how)
     return program, graph
 
 
 def _graph_of(
     program: Program, num_inputs: int, num_outputs: int, multiplicity: int, primal_only: bool
-) -> tuple[Graph, tuple[int, ...]]:
+) -> tuple[Graph, Instances]:
     inputs, cotangents = program.inputs[:num_inputs], program.inputs[num_inputs:]
     runs = program
     if has_symbols(runs):

@@ -387,18 +387,23 @@ def test_what_comparisons_share_is_rounded_once(
 
 
 def test_only_what_comparisons_share_is_held_in_memory() -> None:
-    def barriers(function: Callable[..., Any]) -> list[str]:
+    def behind(function: Callable[..., Any], name: str = "optimization_barrier") -> list[str]:
         graph = remat.plan(function, X, remat_policy="full").graph
         return [
             graph.ops[graph.values[op.inputs[0]].producer or 0].name
             for op in graph.ops
-            if op.name == "optimization_barrier"
+            if op.name == name
         ]
 
-    assert barriers(_where(lambda h: h + (-h.max(0)) >= 0)) == ["div"]
-    assert barriers(_where(lambda h: 3 * h - 3 * h.max(0) >= 0)) == ["div", "mul", "mul"]
-    assert barriers(_where(lambda h: h > 0.3)) == []
-    assert barriers(lambda x: jnp.sum(jax.nn.softmax(jnp.tanh(x)) ** 2)) == []
+    assert behind(_where(lambda h: h + (-h.max(0)) >= 0)) == ["div"]
+    products = _where(lambda h: 3 * h - 3 * h.max(0) >= 0)
+    assert behind(products) == ["div"]
+    assert behind(products, "reduce_precision") == ["mul", "mul"]  # rounded, but fused
+    for smooth in (
+        _where(lambda h: h > 0.3),
+        lambda x: jnp.sum(jax.nn.softmax(jnp.tanh(x)) ** 2),
+    ):
+        assert behind(smooth) == behind(smooth, "reduce_precision") == []
 
 
 def test_normalised_values_are_compared_with_numbers_as_often_as_need_be() -> None:
