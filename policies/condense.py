@@ -4,14 +4,16 @@ A value that XLA fuses away is never a buffer; keeping it or not is no question.
 before it is scheduled: a *node* is an operator whose result becomes a buffer together with the fusible
 operators that feed it, and it reads the buffers those read. What becomes a buffer:
 
-* the result of an operator that does not fuse, of a reduction, and of an operator that may not run again;
+* the result of an operator that does not fuse, of a reduction, and of an operator that may not run again, unless
+  it is a decision, which fuses as if it might (the kernel then may not run again either);
 * what an operator that does not fuse reads;
 * a result of the function or a gradient (the caller's memory: it costs nothing here);
 * a fused value that several kernels read and that costs more reads to make than it has bytes (the sum of a
   residual connection): XLA writes it once instead of making it again in every reader;
 * a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance).
 
-A buffer that a single element-wise kernel reads and overwrites is one node with that kernel.
+A buffer that a single element-wise kernel reads and overwrites is one node with that kernel, and so is one that
+goes through an `optimization_barrier`.
 
 Coarsening loses plans in which another fused value is kept; the cut of `min_cut` finds those worth it.
 A node's cost is the roofline time of its kernel: the greater of its arithmetic and of the buffers it reads and
@@ -46,6 +48,8 @@ _STREAMED = 0.8
 # Traffic and arithmetic never overlap completely: this share of the lesser is paid beside the greater. Of plans
 # whose rooflines are equal the one with fewer bytes, or fewer operations, is then the cheaper.
 _EXPOSED = 0.001
+# Its results are its operands: no kernel.
+_BARRIER = "optimization_barrier"
 # Where a graph's `__dict__` holds what was made of it, by device and objective.
 _MADE = "_condensed"
 
@@ -231,7 +235,10 @@ def _condense(
         costs=[price(op, fused[i]) for i, op in enumerate(rooted)],
         sizes=kept_bytes,
         inputs=inputs,
-        repeatable=[op.phase == "forward" and op.recomputable for op in rooted],
+        repeatable=[
+            op.phase == "forward" and all(graph.ops[o].recomputable for o in (op.id, *fused[i]))
+            for i, op in enumerate(rooted)
+        ],
         workspace=[workspace.get(op.id, 0) for op in rooted],
         fused=fused,
         buffers=buffers,
@@ -304,7 +311,8 @@ class _Nodes:
 
     def _overwrites(self, graph: Graph, node: int, reader: int, turn: int) -> bool:
         op = graph.ops[self.roots[reader]]
-        if not op.fusible or op.kind == "REDUCTION" or (node < turn) != (reader < turn):
+        fuses = op.fusible and op.kind != "REDUCTION"
+        if not (fuses or op.name == _BARRIER) or (node < turn) != (reader < turn):
             return False
         size = self.sizes[node]
         # A gradient takes nothing of its own; what is only turned or cast into one is written in its place.
@@ -361,7 +369,7 @@ def _buffers(graph: Graph, live: set[int]) -> set[int]:
     for op in graph.ops:
         if op.id not in live:
             continue
-        own = not op.fusible or op.kind == "REDUCTION" or not op.recomputable
+        own = not op.fusible or op.kind == "REDUCTION" or not (op.recomputable or op.decision)
         for value in op.outputs:
             users = [u for u in graph.users[value] if u in live]
             read = any(not graph.ops[u].fusible for u in users)
@@ -439,6 +447,8 @@ class _Price:
 
     def __call__(self, op: Op, fused: Sequence[int]) -> float:
         graph, device = self.graph, self.device
+        if op.name == _BARRIER and not fused:
+            return 0.0
         flops = sum(graph.ops[index].flops for index in fused)
         if self.objective == "flops":
             return float(flops + op.flops)

@@ -25,10 +25,12 @@ jax's masks for the larger or smaller of two values, `x == max(x, y)`, are repla
 same bits, NaNs included, and with a number for `y` an ordinary threshold (clip, relu6, a variance held at zero).
 
 "Computed from a common one" is followed through element-wise operators, selection and movement, and through what
-runs once: a loop's running maximum is an element of what the loop read. Two values that are compared may also be
-related by sums (the mean of equal elements is an element), but not by products of computed matrices. A difference
-is between values with no sum over several elements in between, else every normalisation were one; where an integer
-comparison picks an element, the sum is that element (`sum(one_hot(argmax(x)) * x)`).
+runs once: a loop's running maximum is an element of what the loop read. It is not followed through masks and
+indices that only select, nor through a key to all that is drawn from it: arrays drawn alike are relatives, the
+masks of two dropouts are not. Two values that are compared may also be related by sums (the mean of equal elements
+is an element), but not by products of computed matrices. A difference is between values with no sum over several
+elements in between, else every normalisation were one; where an integer comparison picks an element, the sum is
+that element (`sum(one_hot(argmax(x)) * x)`).
 
 A compiler, too, makes values twice: XLA copies what is cheap into every kernel that reads it, and a product that
 meets a sum in one of them it does not even round. So the last of what the operands of such a comparison have in
@@ -43,6 +45,7 @@ comparison and what its operands have in common that may not be kept: all of the
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +111,14 @@ _PATCHES = _names("clamp concatenate dynamic_update_slice max min pad scatter se
 _SUMS = frozenset({"reduce_prod", "reduce_sum"})
 _ADDING = _names("add add_any cumsum dot_general reduce_sum reduce_window_sum sub")
 _LINEAR = _names("cumsum reduce_sum reduce_window_sum")
+# Positions of the operands that say which elements are taken, from one to before another.
+_SELECTORS = {
+    "select_n": (0, 1),
+    "gather": (1, 2),
+    "dynamic_slice": (1, None),
+    "dynamic_update_slice": (2, None),
+    "scatter": (1, 2),
+}
 # Where one operand is zero but in one place, the result is the element of the other, or the sum that it is in.
 _PICKING = _names("convert_element_type mul")
 _PICKED_BY = _names("dot_general reduce_sum")
@@ -276,6 +287,11 @@ class _Search:
         self.graph = graph
         self.origins: dict[int, _Origin] = {}
         self.own: dict[int, int] = {}
+        self._bits = itertools.count()
+        self._first: dict[
+            object, int
+        ] = {}  # of the values made of integers alone in one way, by this way
+        self._alike: dict[int, int] = {}  # the first of those made in the way of a value
         self.once: set[int] = set()
         self.decided: list[tuple[tuple[int, ...], int]] = []  # operands, what they have in common
 
@@ -283,7 +299,10 @@ class _Search:
         """Finds what decides; with `keeps` a decision's result counts as one instance from there on."""
         needed = _needed_backward(self.graph)
         for value in (*self.graph.inputs, *self.graph.constants):
-            self.origins[value] = self._with_itself(value, _ONE_INSTANCE)
+            if _is_float(getattr(self.program.avals[value], "dtype", None)):
+                self.origins[value] = self._with_itself(value, _ONE_INSTANCE)
+            else:
+                self.origins[value] = _ONE_INSTANCE
         for op, equation in zip(self.graph.ops, self.program.equations, strict=True):
             if op.phase == "backward":
                 self._read_backward(op, equation)
@@ -333,7 +352,7 @@ class _Search:
                     boundary.add(value)
                 elif producer is not None:
                     between.add(producer)
-                    inputs = set(self.graph.ops[producer].inputs) - seen
+                    inputs = _without_selectors(self.program.equations[producer]) - seen
                     seen |= inputs
                     todo += inputs
         return frozenset(boundary), frozenset(between)
@@ -361,8 +380,11 @@ class _Search:
 
     def _may_differ(self, value: int) -> bool:
         """Whether two kernels may come to different bits."""
-        producer = self.graph.values[value].producer
-        if producer is None or self.graph.ops[producer].name in (_BARRIER, _ROUNDING):
+        graph = self.graph
+        producer = graph.values[value].producer
+        if producer is None or graph.ops[producer].name in (_BARRIER, _ROUNDING):
+            return False
+        if all(graph.ops[user].name == _BARRIER for user in graph.users[value]):
             return False
         is_exact = self.origins[value].exact and producer not in self.once
         return not is_exact and bool(jnp.issubdtype(self.program.avals[value].dtype, jnp.floating))
@@ -435,9 +457,10 @@ class _Search:
         """Notes where results come from. Those of what is made `once` are one instance for all their readers, but
         they may have elements in common with operands that are made again: `x >= top_k(x)[k]`.
         """
-        operands = self._operands(op.inputs)
-        exact_operands = all(origin.exact for origin in operands)
-        picks = any(origin.picks for origin in operands)
+        everything = self._operands(op.inputs)
+        exact_operands = all(origin.exact for origin in everything)
+        picks = any(origin.picks for origin in everything)
+        operands = self._operands(sorted(_without_selectors(equation)))
         is_sum = op.name in _LINEAR or sum(part.roots > 0 for part in operands) < 2
         roots = functools.reduce(operator.or_, (part.roots for part in operands), 0)
         equal = functools.reduce(operator.or_, (part.equal for part in operands), 0)
@@ -469,11 +492,28 @@ class _Search:
         )
         negative = not self._is_not_negative(op, equation, operands)
         origin = replace(origin, picks=picks, negative=negative)
+        if not origin.roots:
+            self._note_alike(op, equation)
         for value in op.outputs:
-            if is_exact and not once:
-                self.origins[value] = origin
-            else:
+            if not is_exact or once:
                 self.origins[value] = self._with_itself(value, replace(origin, exact=once))
+            elif value in self.own:  # floats made of integers
+                self.origins[value] = replace(origin, roots=self.own[value], bases=self.own[value])
+            else:
+                self.origins[value] = origin
+
+    def _note_alike(self, op: Op, equation: Equation) -> None:
+        """Notes what is made of integers alone: arrays drawn alike are relatives, others of one key are not."""
+        if not equation.reads or any(map(_is_float, self._dtypes(equation)[0])):
+            return
+        read = tuple(
+            self._alike.get(a, a) if isinstance(a, int) else repr(a.value) for a in equation.inputs
+        )
+        for place, value in enumerate(op.outputs):
+            key = (op.name, str(equation.source.params), read, place)
+            first = self._alike[value] = self._first.setdefault(key, value)
+            if _is_float(self.program.avals[value].dtype):
+                self.own[value] = self.own[first] if first in self.own else self._bit()
 
     def _is_not_negative(self, op: Op, equation: Equation, operands: Sequence[_Origin]) -> bool:
         if op.name in _NEVER_NEGATIVE:
@@ -503,8 +543,11 @@ class _Search:
         return op.name == "eq" and not any(map(_is_float, self._dtypes(equation)[0]))
 
     def _with_itself(self, value: int, origin: _Origin) -> _Origin:
-        bit = self.own[value] = 1 << len(self.own)
+        bit = self.own[value] = self._bit()
         return replace(origin, roots=origin.roots | bit, bases=origin.bases | bit)
+
+    def _bit(self) -> int:
+        return 1 << next(self._bits)
 
     def _ends(self, op: Op, equation: Equation) -> bool:
         """Whether the result's elements are sums or products of several elements."""
@@ -538,6 +581,18 @@ class _Search:
             [getattr(avals[v], "dtype", None) for v in equation.reads],
             [getattr(avals[v], "dtype", None) for v in equation.outputs],
         )
+
+
+def _without_selectors(equation: Equation) -> set[int]:
+    """The operands that results are computed from, without those that only say which elements are taken."""
+    name = equation.source.primitive.name
+    first, end = _SELECTORS.get(name.split("-")[0], (0, 0))  # scatter-add
+    positions = range(len(equation.inputs))[first:end]
+    return {
+        atom
+        for position, atom in enumerate(equation.inputs)
+        if isinstance(atom, int) and position not in positions
+    }
 
 
 def _meetings(op: Op, operands: Iterable[_Origin]) -> int:

@@ -279,6 +279,7 @@ class Menu:
                         wanted.append((site, edit))
                 if not wanted:
                     break
+                known = len(joint.program.avals)
                 joint, made = _edited(joint, [edit for _, edit in wanted])
                 for (site, edit), (new, outputs) in zip(wanted, made, strict=True):
                     sites.append(site)
@@ -288,6 +289,15 @@ class Menu:
                         for target, atom in zip(edit.targets, outputs, strict=True):
                             if isinstance(atom, int) and atom in labels:
                                 origins[atom] = origins.get(target, str(target))
+                for equation in joint.program.equations:
+                    for value in equation.outputs:
+                        if (
+                            value >= known and value not in labels
+                        ):  # a single instance of what it reads
+                            (source,) = equation.reads
+                            labels[value] = labels.get(source, str(source))
+                            origins[value] = origins.get(source, str(source))
+                            origins[source] = f"{origins[value]} before"
         if not sites:
             return _Made(self._start, (), {})
         names = (*sorted(self._placed), *(site.name for site in sites))

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -220,6 +221,36 @@ def test_other_kernels_do_not_join_what_they_read(
     changes: dict[str, Any], expected: list[str]
 ) -> None:
     assert names(joined(**changes), last=len(expected)) == expected
+
+
+def test_a_barrier_is_the_buffer_that_it_reads() -> None:
+    def loss(w: jax.Array, x: jax.Array, *, barrier: bool) -> jax.Array:
+        h = x @ w
+        h = jax.lax.optimization_barrier(h) if barrier else h
+        return jnp.sum(jnp.tanh(h) @ w)
+
+    args = f32(WIDTH, WIDTH), f32(ROWS, WIDTH)
+    plain, held = (of_function(partial(loss, barrier=b), *args) for b in (False, True))
+    assert names(held)[0] == "dot_general+optimization_barrier+tanh()"
+    np.testing.assert_array_equal(held.problem.costs, plain.problem.costs)
+    np.testing.assert_array_equal(held.problem.sizes, plain.problem.sizes)
+
+
+def test_a_decision_fuses_and_its_kernel_does_not_run_again() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = x @ w
+        first = jnp.where(h[:, :1] >= h, 1, 0)  # integers: the backward pass reads no mask
+        return jnp.sum(jnp.take(w, first[:, 0], axis=0) * h)
+
+    condensed = of_function(loss, f32(WIDTH, WIDTH), f32(ROWS, WIDTH))
+    ops = condensed.graph.ops
+    (decision,) = [op.id for op in ops if op.decision]
+    nodes = [
+        node for node, fused in enumerate(condensed.fused)
+        if decision in (condensed.roots[node], *fused)
+    ]  # fmt: skip
+    assert nodes and decision not in condensed.roots
+    assert not any(condensed.problem.repeatable[node] for node in nodes)
 
 
 def test_something_small_in_between_does_not_prevent_joining() -> None:

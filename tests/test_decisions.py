@@ -13,6 +13,7 @@ import pytest
 from new_primitives import new_primitive
 
 import remat
+from models.cases import CASES
 from remat.errors import BudgetError, ScheduleError
 from remat.graph import Graph
 from remat.plan import Schedule, Step
@@ -402,8 +403,51 @@ def test_only_what_comparisons_share_is_held_in_memory() -> None:
     for smooth in (
         _where(lambda h: h > 0.3),
         lambda x: jnp.sum(jax.nn.softmax(jnp.tanh(x)) ** 2),
+        lambda x: _residual(x, lambda key, h: h * jax.random.bernoulli(key, 0.9, h.shape)),
+        lambda x: _residual(
+            x, lambda key, h: jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0)
+        ),
+        lambda x: _residual(x, lambda key, h: h + jax.random.normal(key, h.shape)),
+        lambda x: _residual(x, lambda key, h: h[jax.random.permutation(key, len(h))]),
     ):
         assert behind(smooth) == behind(smooth, "reduce_precision") == []
+
+
+def _residual(x: jax.Array, noise: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Two layers whose noise comes from one key; each ends in a normalisation by a variance held at zero."""
+    for key in jax.random.split(jax.random.key(0)):
+        x = x + noise(key, jnp.tanh(x @ W))
+        mean, square = x.mean(0), (x * x).mean(0)
+        x = (x - mean) * jax.lax.rsqrt(jnp.maximum(square - mean**2, 0) + 1e-5)
+    return jnp.sum(x**3)
+
+
+def test_what_is_drawn_twice_alike_is_related() -> None:
+    def once(first: jax.Array, second: jax.Array) -> list[str]:
+        def function(x: jax.Array) -> jax.Array:
+            h = jnp.tanh(x @ W)
+            drawn = jax.random.normal(first, h.shape) * h
+            return jnp.sum(jnp.where(drawn >= jax.random.normal(second, h.shape), h, 0.1 * h))
+
+        return _once(function, X)
+
+    key, other = jax.random.split(jax.random.key(0))
+    assert once(key, key) == ["ge"]
+    assert once(key, other) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_tiny", "transformer_blocks_small", "resnet18_small", "mobilenet_v2_small", "unet_small",
+     "lstm_small", "nmt_scan_small"],
+)  # fmt: skip
+def test_models_decide_nothing_on_an_edge(name: str) -> None:
+    """Dropout, residuals, softmax and norms: nothing is rounded, held in memory or may not run again."""
+    function, args = CASES[name]()
+    graph = remat.plan(function, *args, remat_policy="save_all").graph
+    assert not [op.name for op in graph.ops if op.decision]
+    ours = ("optimization_barrier", "reduce_precision")
+    assert not [op.name for op in graph.ops if op.name in ours]
 
 
 def test_normalised_values_are_compared_with_numbers_as_often_as_need_be() -> None:
