@@ -14,6 +14,7 @@ from new_primitives import new_primitive
 
 import remat
 from models.cases import CASES
+from remat.compile import CPU_COMPILER_OPTIONS
 from remat.errors import BudgetError, ScheduleError
 from remat.graph import Graph
 from remat.plan import Schedule, Step
@@ -22,8 +23,6 @@ from remat.simulate import simulate
 
 X = jax.random.normal(jax.random.key(0), (16, 32))
 W = jax.random.normal(jax.random.key(1), (32, 32)) / 6
-# Before jax 0.11.1 XLA:CPU undoes rematerialization, and with it what may go wrong: see docs/cpu-and-gpu.md.
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def _rms(x: jax.Array) -> jax.Array:
@@ -226,7 +225,7 @@ def test_gradients_are_those_of_plain_jax(program: Callable[..., Any], policy: s
     expected = jax.jit(jax.grad(program, has_aux=True))(X)
     try:
         ours = jax.grad(remat.checkpoint(program, **POLICIES[policy]), has_aux=True)
-        found = jax.jit(ours, compiler_options=KEEP_BARRIERS)(X)
+        found = jax.jit(ours, compiler_options=CPU_COMPILER_OPTIONS)(X)
     except BudgetError:
         return  # refused aloud
     jax.tree.map(
@@ -382,7 +381,7 @@ def test_what_comparisons_share_is_rounded_once(
         expected = jax.grad(function)(jnp.asarray(np.asarray(X), jnp.float64))
     for policy in ("min_cut", "full"):
         step = jax.grad(remat.checkpoint(function, remat_policy=policy, lowering=lowering))
-        kept = jax.jit(step).lower(X).compile(KEEP_BARRIERS)
+        kept = jax.jit(step).lower(X).compile(CPU_COMPILER_OPTIONS)
         for run in (step, jax.jit(step), kept):
             np.testing.assert_allclose(run(X), expected, rtol=1e-4, atol=1e-4)
 
