@@ -724,7 +724,9 @@ def chain_of(
         floating = frozenset()
     if not found:
         return None
-    held = {n for n in needed_again(problem, frozenset())[0] if not problem.repeatable[n]}
+    # To make a stage's values again is to run through those before it, whoever reads what crosses.
+    crossing = [node for cut in found for node in cut.crossing]
+    held = {n for n in needed_again(problem, (), crossing)[0] if not problem.repeatable[n]}
     for cut in found:
         held |= cut.pinned
     return Chain(problem, _segments_between(problem, found, held), frozenset(held), floating)

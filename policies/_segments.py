@@ -134,11 +134,13 @@ class Emitter:
         self.held.difference_update(nodes)
 
 
-def needed_again(problem: Problem, saved: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
+def needed_again(
+    problem: Problem, saved: Collection[int], also: Collection[int] = ()
+) -> tuple[frozenset[int], frozenset[int]]:
     """Returns what the backward pass reads or must compute again if `saved` are kept.
 
-    Walks back from what backward nodes read and stops at kept values; nodes that must not be repeated are kept
-    in any case.
+    Walks back from what backward nodes read, and from `also`, and stops at kept values; nodes that must not be
+    repeated are kept in any case.
 
     Returns:
         `(kept, repeated)`: the forward values the walk stops at, and those it goes through.
@@ -147,6 +149,7 @@ def needed_again(problem: Problem, saved: Collection[int]) -> tuple[frozenset[in
     kept: set[int] = set()
     repeated: set[int] = set()
     todo = [r for row in problem.inputs[problem.turn :] for r in row if r < problem.turn]
+    todo += also
     while todo:
         node = todo.pop()
         if node in kept or node in repeated:

@@ -532,6 +532,21 @@ def rounding_after(eqn: JaxprEqn, position: int) -> JaxprEqn:
     return _after(eqn, position, jax.lax.reduce_precision_p, {**bits, _OURS: _rounded})
 
 
+def identity_of(eqn: JaxprEqn, position: int) -> JaxprEqn:
+    """Returns an equation that hands on what is a result of another one."""
+    return _after(eqn, position, jax.lax.copy_p, {_OURS: lambda x: x})
+
+
+def has_rule(eqn: JaxprEqn) -> bool:
+    """Whether a call that can be dissolved has a derivative rule of its own."""
+    return name_of(eqn) in _CUSTOM_NAMES or _operator_of(eqn) is not None
+
+
+def has_jvp_rule(eqn: JaxprEqn) -> bool:
+    """Whether such a call has one for forward mode."""
+    return not name_of(eqn).startswith("custom_vjp")
+
+
 def _after(eqn: JaxprEqn, position: int, primitive: Any, params: dict[str, Any]) -> JaxprEqn:
     var = eqn.outvars[position]
     return eqn.replace(

@@ -244,8 +244,7 @@ def with_single_instances(program: Program, instances: Instances) -> Program:
     after: dict[int, Atom] = {}
     equations: list[Equation] = []
     for equation in program.equations:
-        inputs = tuple(after.get(a, a) if isinstance(a, int) else a for a in equation.inputs)
-        equations.append(replace(equation, inputs=inputs))
+        equations.append(equation.renamed(lambda a: after.get(a, a) if isinstance(a, int) else a))
         for position, value in enumerate(equation.outputs):
             if value in instances.in_memory:
                 source = _compat.barrier_after(equation.source, position)

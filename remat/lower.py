@@ -9,6 +9,7 @@ differentiated, for the inputs that are really perturbed.
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
+from remat.custom_rules import Rule, with_rule, without_rule
 from remat.encode import decode, encode
 from remat.errors import BudgetError, DifferentiationError
 from remat.forms import form_of
@@ -31,6 +33,7 @@ from remat.plan import LoopPlan, Plan, Step
 from remat.planner import NO_CHUNKS, Planner, rest_of
 from remat.program import (
     LOOP_SCOPE,
+    Equation,
     Literal,
     Program,
     evaluate,
@@ -150,6 +153,8 @@ class _Machine:
         self.graph = graph  # the plan's, which says in which form a value is kept
         self.env: dict[int, Any] = dict(joint.program.constants)
         self.bits: dict[int, Any] = {}
+        self.aside: dict[int, Any] = {}  # read by nothing but derivative rules
+        self.missing: set[int] = set()  # and what cannot be made for them
 
     def read(self, atom: Any) -> Any:
         return atom.value if isinstance(atom, Literal) else self.env[atom]
@@ -160,12 +165,49 @@ class _Machine:
 
     def _compute(self, step: Step) -> None:
         equation = self.joint.program.equations[step.target]
-        operands = [self.read(atom) for atom in equation.inputs]
-        results = _compat.evaluate_equation(equation.source, operands, equation.site)
-        self.env.update(zip(equation.outputs, results, strict=True))
+        for _, rule in equation.rules:
+            self._find(rule)
+        self.env.update(self._results(equation, self.env))
+
+    def _results(self, equation: Equation, env: Mapping[int, Any]) -> dict[int, Any]:
+        operands = [a.value if isinstance(a, Literal) else env[a] for a in equation.inputs]
+        results = list(_compat.evaluate_equation(equation.source, operands, equation.site))
+        for position, rule in equation.rules:
+            known = ChainMap(self.env, self.aside)
+            if all(isinstance(atom, Literal) or atom in known for atom in rule.inputs):
+                inputs = [a.value if isinstance(a, Literal) else known[a] for a in rule.inputs]
+                results[position] = with_rule(rule, results[position], inputs)
+            else:
+                results[position] = without_rule(rule, results[position])
+        return dict(zip(equation.outputs, results, strict=True))
+
+    def _find(self, rule: Rule) -> None:
+        """Makes what a rule reads, as far as it can be made from what there is; nothing else reads it."""
+        program, values = self.joint.program, self.graph.values
+        known = ChainMap(self.env, self.aside)
+        todo = [atom for atom in rule.inputs if isinstance(atom, int)]
+        while todo:
+            value = todo[-1]
+            producer = values[value].producer
+            if value in known or value in self.missing:
+                todo.pop()
+            elif producer is None or program.equations[producer].source.effects:
+                self.missing.add(value)
+            else:
+                equation = program.equations[producer]
+                rules = (a for _, rule in equation.rules for a in rule.inputs if isinstance(a, int))
+                wanted = [v for v in (*equation.reads, *rules) if v not in known]
+                rest = [v for v in wanted if v not in self.missing]
+                if rest:
+                    todo += rest
+                elif self.missing.isdisjoint(equation.reads):
+                    self.aside.update(self._results(equation, known))
+                else:
+                    self.missing.update(equation.outputs)
 
     def _free(self, step: Step) -> None:
-        self.env.pop(step.target, None)
+        if step.target in self.env:
+            self.aside[step.target] = self.env.pop(step.target)
 
     def _encode(self, step: Step) -> None:
         value = self.graph.values[step.target]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from remat import _compat
+from remat.custom_rules import Rule
 
 __all__ = [
     "PRIMAL_TAG",
@@ -51,17 +52,27 @@ class Equation:
         inputs: operands, value ids or literals.
         outputs: value ids.
         site: jax's equation of the call this one was inlined from, None at the top level.
+        rules: positions of outputs that are results of a dissolved call with a derivative rule of its own.
     """
 
     source: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     site: Any = None
+    rules: tuple[tuple[int, Rule], ...] = ()
 
     @property
     def reads(self) -> tuple[int, ...]:
         """The operands that are values."""
         return tuple(atom for atom in self.inputs if isinstance(atom, int))
+
+    def renamed(self, name: Callable[[Atom], Atom]) -> Equation:
+        """Returns the equation with other operands, those of its rules included."""
+        rules = tuple(
+            (position, replace(rule, inputs=tuple(map(name, rule.inputs))))
+            for position, rule in self.rules
+        )
+        return replace(self, inputs=tuple(map(name, self.inputs)), rules=rules)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +119,8 @@ class _Flattener:
         self.equations: list[Equation] = []
         self.tags: dict[int, tuple[str, ...]] = {}
         self.site: Any = None
+        self.maker: dict[int, int] = {}  # equation by value
+        self.dissolving = False
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -143,16 +156,44 @@ class _Flattener:
         if body is not None and not (self.keep and _compat.called_function_name(eqn) in self.keep):
             outer = self.site
             self.site = outer if outer is not None else eqn
-            results = self.run(body, inputs)
+            if self.dissolving or not _compat.has_rule(eqn):
+                results = self.run(body, inputs)
+            else:
+                results = self.dissolve(eqn, body, inputs)
             self.site = outer
             return results
         tag = _compat.checkpoint_name_of(eqn)
         if tag is not None and isinstance(inputs[0], int):
             self.tags[inputs[0]] = tuple(dict.fromkeys((*self.tags.get(inputs[0], ()), tag)))
             return inputs
+        return self.append(eqn, inputs)
+
+    def append(self, eqn: Any, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         outputs = tuple(self.new(var.aval) for var in eqn.outvars)
+        self.maker.update(dict.fromkeys(outputs, len(self.equations)))
         self.equations.append(Equation(eqn, inputs, outputs, self.site))
         return outputs
+
+    def dissolve(self, eqn: Any, body: Any, inputs: tuple[Atom, ...]) -> list[Atom]:
+        """Inlines a call with a derivative rule, and notes the rule where its results are made."""
+        first = len(self.equations)
+        self.dissolving = True
+        results = self.run(body, inputs)
+        self.dissolving = False
+        seen: set[int] = set()
+        for place, var in enumerate(eqn.outvars):
+            if not is_inexact(var.aval):
+                continue
+            atom = results[place]
+            if not isinstance(atom, int) or self.maker.get(atom, -1) < first or atom in seen:
+                (atom,) = self.append(_compat.identity_of(eqn, place), (atom,))
+                results[place] = atom
+            seen.add(atom)
+            index = self.maker[atom]
+            made = self.equations[index]
+            rule = made.outputs.index(atom), Rule(eqn, inputs, place, self.site)
+            self.equations[index] = replace(made, rules=(*made.rules, rule))
+        return results
 
 
 def program_of(

@@ -15,7 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -354,8 +354,7 @@ def _edited(
         made_new = any(v in new for v in equation.outputs)
         depends = any(not forward[v] for v in equation.outputs if v < len(forward))
         table = both if depends and not made_new else everywhere
-        inputs = tuple(resolve(a, table) for a in equation.inputs)
-        rewired.append((at, number, replace(equation, inputs=inputs)))
+        rewired.append((at, number, equation.renamed(partial(resolve, table=table))))
     outputs = tuple(resolve(a, everywhere) for a in program.outputs)
     live = _live(rewired, outputs)
     ordered = _ordered(live, {*program.inputs, *constants})
@@ -402,6 +401,7 @@ def _traced(
                 inputs=tuple(number[a] if isinstance(a, int) else a for a in equation.inputs),
                 outputs=tuple(number[v] for v in equation.outputs),
                 site=edit.like.source,
+                rules=(),
             )
         )
     outputs: list[Atom] = [number[a] if isinstance(a, int) else a for a in part.outputs]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from remat.errors import PolicyError
@@ -519,6 +519,28 @@ def test_nodes_that_read_nothing_may_stand_anywhere() -> None:
         assert plan.peak_bytes <= budget + 1
         assert plan.extra_cost <= extra  # held throughout it costs nothing
         assert replay(problem, plan.sequence).extra_cost == plan.extra_cost
+
+
+@given(st.integers(0, 10**9))
+@example(722)  # here a stage is run through for what crosses it, and a node in it may not run again
+def test_stages_are_run_through_without_what_may_not_run_again(seed: int) -> None:
+    rng = random.Random(seed)
+    turn = rng.randint(4, 8)
+    inputs = [
+        sorted({rng.randrange(max(0, k - 3), k) for _ in range(rng.randint(1, 3))} if k else set())
+        for k in range(turn)
+    ]
+    repeatable = [True] + [rng.random() < 0.75 for _ in range(turn - 1)]
+    for _ in range(rng.randint(1, 4)):
+        inputs.append(sorted({len(inputs) - 1, *rng.choices(range(turn), k=rng.randint(0, 3))}))
+    backward = len(inputs) - turn
+    sizes = rng.choices([1, 8, 64, 192], k=len(inputs))
+    costs, flags = [1] * len(inputs), repeatable + [False] * backward
+    problem = Problem.of(costs, sizes, inputs, repeatable=flags, turn=turn)
+    chain = chain_of(problem)
+    if chain is not None:
+        for snapshots in (1, 2, 3):
+            replay(problem, revolve(chain, snapshots).sequence)
 
 
 def test_two_values_abreast_are_no_chain() -> None:
