@@ -77,17 +77,13 @@ def _backward(rule: Rule, inputs: Sequence[Any], cotangent: Any) -> tuple[Any, .
 _by_vjp.defvjp(_forward, _backward)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_rule(rule: Rule, array: Any) -> Any:
     """Returns `array` as something that cannot be differentiated, for want of the call's operands."""
-    return _refuses(rule, array)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refuses(rule: Rule, array: Any) -> Any:
     return array
 
 
-@_refuses.defjvp
+@without_rule.defjvp
 def _refusal(rule: Rule, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     where = _compat.source_of(rule.source)
     raise DifferentiationError(

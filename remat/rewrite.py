@@ -290,19 +290,24 @@ class Menu:
                             if isinstance(atom, int) and atom in labels:
                                 origins[atom] = origins.get(target, str(target))
                 for equation in joint.program.equations:
-                    for value in equation.outputs:
-                        if (
-                            value >= known and value not in labels
-                        ):  # a single instance of what it reads
-                            (source,) = equation.reads
-                            labels[value] = labels.get(source, str(source))
-                            origins[value] = origins.get(source, str(source))
-                            origins[source] = f"{origins[value]} before"
+                    _name_instances(equation, known, labels, origins)
         if not sites:
             return _Made(self._start, (), {})
         names = (*sorted(self._placed), *(site.name for site in sites))
         graph = replace(joint.graph, sites=names, plain=self._plain)
         return _Made(replace(joint, graph=graph), tuple(sites), origins)
+
+
+def _name_instances(
+    equation: Equation, known: int, labels: dict[int, str], origins: dict[int, str]
+) -> None:
+    """Names what an equation makes if it is a single instance of what it reads: new, and of no edit."""
+    for value in equation.outputs:
+        if value >= known and value not in labels:
+            (source,) = equation.reads
+            labels[value] = labels.get(source, str(source))
+            origins[value] = origins.get(source, str(source))
+            origins[source] = f"{origins[value]} before"
 
 
 def _edited(
