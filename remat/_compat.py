@@ -22,6 +22,9 @@ from jax._src import lib as _lib
 from jax._src import source_info_util as _source_info
 from jax.extend import core as _extend_core
 
+from remat.barriers import tied
+from remat.deferred import DEFERRED
+
 __all__ = [
     "CPU_UNDOES_REMATERIALIZATION",
     "ScanParts",
@@ -44,6 +47,7 @@ __all__ = [
     "holds_backward_pass",
     "identity_of",
     "in_loop_body",
+    "is_eager_in_shard_map",
     "is_forward_only",
     "is_gradient",
     "is_literal",
@@ -189,6 +193,8 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
     if name in _INLINE_ALWAYS:
         return params.get("call_jaxpr", params.get("jaxpr"))
     if name in _CHECKPOINT_NAMES and inline_checkpoints:
+        return params["jaxpr"]
+    if name == DEFERRED and inline_custom:
         return params["jaxpr"]
     if name in _CUSTOM_NAMES and inline_custom:
         return params.get("call_jaxpr", params.get("fun_jaxpr"))
@@ -504,7 +510,7 @@ def _single_instance(x: Any) -> Any:
     """Returns an array that XLA makes once, in memory, for all that reads it."""
     if CPU_UNDOES_REMATERIALIZATION and jax.default_backend() == "cpu":
         return _rounded(x)  # there XLA:CPU deletes barriers, or cannot compile those in loops
-    return jax.lax.optimization_barrier(x)
+    return tied([x])[0]
 
 
 def _rounded(x: Any) -> Any:
@@ -598,6 +604,14 @@ def equation_with_sizes(eqn: JaxprEqn, size: int) -> JaxprEqn:
 def is_forward_only(error: ValueError) -> bool:
     """Whether jax says of a function that it has no reverse mode (an unbounded loop), only a forward one."""
     return "Reverse-mode differentiation does not work" in str(error)
+
+
+def is_eager_in_shard_map(error: NotImplementedError) -> bool:
+    """Whether jax refuses a `custom_vjp` because it is run in a `shard_map` under no other transform.
+
+    Nothing is differentiated then: a `shard_map` that is, is traced first.
+    """
+    return "custom_vjp symbolic_zeros support with shard_map" in str(error)
 
 
 def scope_of(eqn: JaxprEqn) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
 from remat.calls import Call, Filter, Results, flatten_call, number_notes, split_results
+from remat.deferred import call_deferred
 from remat.errors import BudgetError, PolicyError, RematWarning, TraceError, nearest
 from remat.interrupt import Progress, planning
 from remat.jitted import has_nnx_modules
@@ -74,25 +74,14 @@ class _Traced:
             # Which arguments are differentiated does not matter: the names are there in any case.
             return functools.partial(self._annotated, planner.made)
 
-        # Planned only when it is differentiated, in whichever mode.
-        @jax.custom_jvp
-        def call(*inputs: Any) -> list[Any]:
-            return evaluate(program, inputs)
+        def run(inputs: Sequence[Any]) -> Sequence[Any]:
+            return call_deferred(
+                lambda *values: evaluate(program, values),
+                lambda *values: self._planned(values)(values),
+                inputs,
+            )
 
-        @functools.partial(call.defjvp, symbolic_zeros=True)
-        def derivative(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-            run = self._planned(inputs)
-
-            def of_active(*values: Any) -> list[Any]:
-                full = list(inputs)
-                for index, value in zip(active, values, strict=True):
-                    full[index] = value
-                return list(run(full))
-
-            return jax.jvp(of_active, [inputs[i] for i in active], [tangents[i] for i in active])
-
-        return lambda inputs: call(*inputs)
+        return run
 
     def _planned(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         program = self.function.primal

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from remat import _compat, operator_substitution
+from remat.barriers import tied
 from remat.custom_rules import Rule, with_rule, without_rule
 from remat.encode import decode, encode
 from remat.errors import BudgetError, DifferentiationError
@@ -234,8 +235,10 @@ class _Machine:
             array = jax.tree.leaves(place[value])[0]  # an encoded value may be several arrays
             groups.setdefault(_compat.varying_axes(array), []).append((place, value))
         for places in groups.values():
-            tied = jax.lax.optimization_barrier([place[v] for place, v in places])
-            for (place, v), array in zip(places, tied, strict=True):
+            kept = [place[v] for place, v in places]
+            leaves, structure = jax.tree.flatten(kept)
+            after = jax.tree.unflatten(structure, tied(leaves))
+            for (place, v), array in zip(places, after, strict=True):
                 place[v] = array
 
 
@@ -316,6 +319,10 @@ class StagedFunction:
                     "every transform, or remat_policy=None for this call."
                 ) from error
             raise
+        except NotImplementedError as error:
+            if not _compat.is_eager_in_shard_map(error):
+                raise
+            return evaluate(self.primal, inputs)
 
     def staged(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
         """Returns the planned program for inputs like these, making it if there is none yet."""

@@ -672,7 +672,7 @@ def _bodies() -> dict[str, OpSpec]:
         """
         call checkpoint closed_call composite core_call core_closed_call custom_jvp_call
         custom_jvp_call_jaxpr custom_lin custom_transpose custom_transpose_call custom_vjp_call
-        custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call pjit remat remat2
+        custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call pjit remat remat2 remat_deferred
         remat_call remat_opt xla_call
         """,
         call,

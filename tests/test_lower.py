@@ -346,3 +346,16 @@ def test_complex_values_inside(policy: Any, lowering: str) -> None:
     want = jax.grad(loss, (0, 1))(x, w)
     ours = remat.checkpoint(loss, remat_policy=policy, lowering=lowering)
     assert_equal(jax.jit(jax.grad(ours, (0, 1)))(x, w), want, exact=False)
+
+
+@pytest.mark.parametrize("policy", ["full", "min_cut"])
+def test_keys_have_no_tangents_behind_a_barrier(policy: str) -> None:
+    def loss(x: jax.Array, key: jax.Array) -> jax.Array:
+        # jax has no derivative rule for `clone`, so a key with a tangent would not pass it.
+        mask = jax.random.bernoulli(jax.random.clone(key), 0.7, x.shape)
+        return jnp.sum(jnp.where(mask, jnp.sin(x), 0) ** 2)
+
+    def slope(f: Any) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jax.grad(f)(x, jax.random.key(0)) ** 2))(jnp.arange(4.0))
+
+    np.testing.assert_allclose(slope(remat.checkpoint(loss, remat_policy=policy)), slope(loss))

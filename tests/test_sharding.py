@@ -37,9 +37,18 @@ def local(w, x):
     return jnp.sum(jnp.tanh(jax.nn.relu(x @ w) @ w.T) ** 2)
 
 want = jax.jit(jax.grad(mapped(local)))(w, x)
+value = mapped(local)(w, x)
 for policy in ("min_cut", "full"):
-    got = jax.jit(jax.grad(mapped(remat.checkpoint(local, remat_policy=policy))))(w, x)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    for lowering in ("staged", "policy"):
+        ours = mapped(remat.checkpoint(local, remat_policy=policy, lowering=lowering))
+        for run in (ours, jax.jit(ours)):
+            np.testing.assert_allclose(run(w, x), value, rtol=1e-5)
+            for gradient in (jax.grad(run), jax.jit(jax.grad(run))):
+                np.testing.assert_allclose(gradient(w, x), want, rtol=1e-4, atol=1e-4)
+            over = jax.vmap(jax.value_and_grad(run), in_axes=(None, 0))
+            values, gradients = over(w, jnp.stack([x, x]))
+            np.testing.assert_allclose(values[1], value, rtol=1e-5)
+            np.testing.assert_allclose(gradients[1], want, rtol=1e-4, atol=1e-4)
 print("sharded gradients agree")
 """
 

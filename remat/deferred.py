@@ -1,0 +1,90 @@
+"""A call that is planned only when it is differentiated, whatever is done to it before.
+
+`jax.custom_jvp` would say the same, but its rule may not call `jax.jvp` of something with a `jax.custom_vjp` in it
+once the call was batched. So this is a primitive of its own: batching a call gives a call of the batched functions,
+and differentiating one leaves jax with what the plan made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["DEFERRED", "call_deferred"]
+
+DEFERRED = "remat_deferred"
+"""Name of the primitive."""
+
+_Function = Callable[..., Sequence[Any]]
+_deferred_p = Primitive(DEFERRED)
+_deferred_p.multiple_results = True
+
+
+def call_deferred(plain: _Function, planned: _Function, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the arrays `plain(*inputs)`; where they are differentiated they are `planned(*inputs)`.
+
+    Args:
+        plain: a function of arrays that returns arrays.
+        planned: the same function to be differentiated; called with every differentiation, and not before.
+        inputs: arrays or tracers. Neither function may close over tracers.
+    """
+    return _deferred_p.bind(*inputs, jaxpr=jax.make_jaxpr(plain)(*inputs), planned=planned)
+
+
+@_deferred_p.def_impl
+def _run(*inputs: Any, jaxpr: Any, planned: _Function) -> list[Any]:
+    del planned
+    return jaxpr_as_fun(jaxpr)(*inputs)
+
+
+@_deferred_p.def_effectful_abstract_eval
+def _results(*avals: Any, jaxpr: Any, planned: _Function) -> tuple[list[Any], Any]:
+    del avals, planned
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _differentiate(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, planned: _Function
+) -> tuple[list[Any], list[Any]]:
+    del jaxpr
+    active = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_active(*values: Any) -> list[Any]:
+        full = list(primals)
+        for index, value in zip(active, values, strict=True):
+            full[index] = value
+        return list(planned(*full))
+
+    outs, made = jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
+    return outs, [
+        t
+        if jnp.issubdtype(jnp.result_type(out), jnp.inexact)
+        else ad.Zero(jax.typeof(out).to_tangent_aval())
+        for out, t in zip(outs, made, strict=True)
+    ]
+
+
+def _batch(
+    axis: Any, inputs: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, planned: _Function
+) -> tuple[list[Any], list[int]]:
+    def over_axis(function: _Function) -> _Function:
+        return jax.vmap(
+            function,
+            in_axes=tuple(dims),
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )
+
+    outs = call_deferred(over_axis(jaxpr_as_fun(jaxpr)), over_axis(planned), inputs)
+    return outs, [0] * len(outs)
+
+
+ad.primitive_jvps[_deferred_p] = _differentiate
+batching.fancy_primitive_batchers[_deferred_p] = _batch
+mlir.register_lowering(_deferred_p, mlir.lower_fun(_run, multiple_results=True))
