@@ -39,12 +39,12 @@ from remat.program import (
     Program,
     evaluate,
     program_of,
-    split_undifferentiated,
 )
 from remat.rewrite import Menu
 from remat.rules import RULES
+from remat.split import inputs_with_gradient, split_planned
 from remat.symbolic import STAND_IN, has_symbols
-from remat.trace import Joint, trace_joint
+from remat.trace import Joint, check_differentiable, trace_joint
 
 __all__ = ["Planner", "Staged", "StagedFunction"]
 
@@ -280,7 +280,8 @@ class StagedFunction:
         is_body: bool = False,
     ) -> None:
         self.whole = primal
-        self.primal, self.aside = split_undifferentiated(primal)
+        self.primal, self.aside = split_planned(primal)
+        self.with_gradient = inputs_with_gradient(self.primal)
         self.planner = planner
         self.barriers = barriers
         self.inline_checkpoints = inline_checkpoints
@@ -308,6 +309,11 @@ class StagedFunction:
         return [next(side if atom in aside else main) for atom in self.whole.outputs]
 
     def _differentiated(self, inputs: Sequence[Any]) -> list[Any]:
+        # What hands no gradient on must not be asked for one: `jax.custom_vjp` makes it of zeros.
+        inputs = [
+            x if flag else jax.lax.stop_gradient(x)
+            for x, flag in zip(inputs, self.with_gradient, strict=True)
+        ]
         try:
             return self._call(*inputs)
         except TypeError as error:
@@ -326,6 +332,8 @@ class StagedFunction:
 
     def staged(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
         """Returns the planned program for inputs like these, making it if there is none yet."""
+        check_differentiable(self.primal, perturbed)
+        perturbed = tuple(p and flag for p, flag in zip(perturbed, self.with_gradient, strict=True))
         key = (perturbed, tuple(map(jax.typeof, inputs)), _compat.trace_context())
         found = self._staged.get(key)
         if found is None:

@@ -24,8 +24,8 @@ __all__ = [
     "evaluate",
     "is_inexact",
     "lift_tracers",
+    "live_equations",
     "program_of",
-    "split_undifferentiated",
     "without_dead_code",
 ]
 
@@ -215,7 +215,7 @@ def program_of(
     jaxpr, _ = _compat.open_jaxpr(closed)
     inputs = tuple(flat.new(var.aval) for var in jaxpr.invars)
     outputs = flat.run(closed, inputs)
-    live = _live_equations(flat.equations, outputs)
+    live = live_equations(flat.equations, outputs)
     return Program(
         avals=tuple(flat.avals),
         inputs=inputs,
@@ -228,10 +228,11 @@ def program_of(
 
 def without_dead_code(program: Program) -> Program:
     """Returns the program without equations that no result and no side effect needs."""
-    return replace(program, equations=_live_equations(program.equations, program.outputs))
+    return replace(program, equations=live_equations(program.equations, program.outputs))
 
 
-def _live_equations(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
+def live_equations(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
+    """Returns the equations that some of the results, or a side effect, need."""
     needed = {atom for atom in outputs if isinstance(atom, int)}
     kept: list[Equation] = []
     for equation in reversed(equations):
@@ -337,45 +338,6 @@ def lift_tracers(program: Program) -> tuple[Program, tuple[Any, ...]]:
     rest = {v: c for v, c in program.constants.items() if v not in traced}
     lifted = replace(program, inputs=(*traced, *program.inputs), constants=rest)
     return lifted, tuple(traced.values())
-
-
-def split_undifferentiated(program: Program) -> tuple[Program, Program]:
-    """Splits off the results that no differentiable input can influence.
-
-    They need no plan, and a `jax.custom_vjp` would hide from other transforms what they depend on: Flax's
-    `nn.scan`, for one, requires that freshly initialised parameters do not depend on the loop. Where none of the
-    others is differentiable (a search that reads floats and returns indices), nothing has a gradient, and the whole
-    program is split off.
-
-    Returns:
-        The program with the other results only, and the program of the results split off. Both take all
-        inputs.
-    """
-    independent = {v for v in program.inputs if not is_inexact(program.avals[v])}
-    independent.update(program.constants)
-    for equation in program.equations:
-        known = all(v in independent for v in equation.reads)
-        if known and not equation.source.effects:
-            independent.update(equation.outputs)
-    through = independent | set(program.inputs)
-    aside = tuple(a for a in program.outputs if isinstance(a, Literal) or a in through)
-    rest = tuple(a for a in program.outputs if a not in set(aside))
-    nothing = replace(program, equations=(), outputs=())
-    differentiable = any(isinstance(a, int) and is_inexact(program.avals[a]) for a in rest)
-    if not differentiable:
-        return nothing, program
-    if not aside:
-        return program, nothing
-    return (
-        replace(program, equations=_live_equations(program.equations, rest), outputs=rest),
-        replace(
-            program,
-            equations=tuple(
-                e for e in _live_equations(program.equations, aside) if not e.source.effects
-            ),
-            outputs=aside,
-        ),
-    )
 
 
 def is_inexact(aval: Any) -> bool:

@@ -155,7 +155,11 @@ def trace_joint(
     """
     differentiated = tuple(i for i, flag in enumerate(perturbed) if flag)
     with_cotangent = tuple(i for i, a in enumerate(primal.output_avals) if is_inexact(a))
-    check_differentiable(primal, perturbed)
+    if not any(perturbed):
+        raise TraceError(
+            "the gradient is zero: no result depends on the differentiated inputs, but for what stops gradients. "
+            "It needs no rematerialization; pass argnums= of inputs that have a gradient."
+        )
 
     def joint(inputs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         inputs = list(inputs)
@@ -215,6 +219,13 @@ def check_differentiable(primal: Program, perturbed: Sequence[bool]) -> None:
             f"none of the function's inputs is differentiated: they have dtypes {dtypes}; expected "
             "at least one floating point or complex input. Pass parameters as arrays (not as static "
             "arguments)."
+        )
+    if not primal.outputs:
+        raise TraceError(
+            "none of the function's results has a gradient: they depend on no differentiable input, or come "
+            "through something that stops gradients, or through a while_loop (or a fori_loop whose bounds are not "
+            "constants), which jax differentiates in forward mode only. For a gradient through a loop use "
+            "lax.scan or constant bounds; what has none needs no rematerialization."
         )
     if not any(map(is_inexact, primal.output_avals)):
         dtypes = [str(getattr(aval, "dtype", aval)) for aval in primal.output_avals]

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "barriers", "deferred", "_compat", "deadline", "interrupt", "primitives", "pooling"),
     ("calls", "jitted", "custom_rules"),
     ("devices", "graph", "hlo", "target", "program", "stablehlo"),
-    ("classify",),
+    ("classify", "split"),
     ("forms", "ranges", "decisions", "symbolic", "toolchain"),
     ("plan", "cost", "hlo_flops", "trip_count", "encode"),
     ("schedule", "simulate", "memory", "report", "kernels", "planner"),
