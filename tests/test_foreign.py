@@ -162,6 +162,53 @@ def haiku() -> Program:
     return made.apply, (made.init(jax.random.key(0), x), x)
 
 
+def jaxopt() -> Program:
+    """The implicit gradient of a minimum in its regularisation, and a projection."""
+    import jaxopt as jo
+
+    def loss(x: jax.Array, y: jax.Array, scale: jax.Array) -> jax.Array:
+        def objective(w: jax.Array, scale: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ w) - y) ** 2) + scale * jnp.sum(w**2)
+
+        solver = jo.GradientDescent(objective, maxiter=50, tol=1e-10, implicit_diff=True)
+        w = solver.run(jnp.zeros(5), scale, x, y).params
+        onto = jo.projection.projection_simplex(w)
+        return jnp.sum(w**3) + jnp.sum(jnp.sin(3 * onto) * w)
+
+    return loss, (normal(0, 20, 5), jnp.tanh(normal(1, 20)), jnp.asarray(0.3))
+
+
+def jraph() -> Program:
+    """Graph convolution and attention, with the softmax and the largest of every segment."""
+    import jraph as jr
+
+    nodes, edges = 12, 30
+    senders, receivers = jnp.arange(edges) % nodes, (jnp.arange(edges) * 7 + 3) % nodes
+
+    def loss(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        convolve = jr.GraphConvolution(lambda x: jnp.tanh(x @ w), add_self_edges=True)
+        attend = jr.GAT(
+            lambda x: x @ v,
+            lambda a, b, e: jax.nn.leaky_relu((a * b).sum(-1, keepdims=True)),
+            jax.nn.elu,
+        )
+        graph = jr.GraphsTuple(
+            nodes=x,
+            edges=jnp.ones((edges, 4)),
+            senders=senders,
+            receivers=receivers,
+            n_node=jnp.array([nodes]),
+            n_edge=jnp.array([edges]),
+            globals=None,
+        )
+        h = attend(convolve(graph)).nodes
+        largest = jr.segment_max(h[senders], receivers, nodes)
+        shares = jr.segment_softmax(h[senders, 0], receivers, nodes)
+        return jnp.sum(h**2) + jnp.sum(largest) + jnp.sum(shares**2)
+
+    return loss, (normal(0, 6, 8) / 2, normal(1, 8, 8) / 2, normal(2, nodes, 6))
+
+
 def lineax() -> Program:
     """A solve by conjugate gradients, and one by a decomposition."""
     import lineax as lx
@@ -174,6 +221,31 @@ def lineax() -> Program:
         return jnp.sum(jnp.tanh(first) * second)
 
     return loss, (normal(0, 12, 12), normal(1, 12))
+
+
+def mctx() -> Program:
+    """A policy loss after a tree search, which is a `while_loop` in a `scan` that no gradient goes through."""
+    import mctx as mx
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def step(_: Any, key: Any, action: jax.Array, state: jax.Array) -> Any:
+            state = jnp.tanh(state + 0.1 * action[:, None])
+            logits = state @ w
+            found = mx.RecurrentFnOutput(
+                reward=0.1 * logits.sum(-1),
+                discount=jnp.full(action.shape, 0.9),
+                prior_logits=logits,
+                value=logits.max(-1),
+            )
+            return found, state
+
+        logits = x @ w
+        root = mx.RootFnOutput(prior_logits=logits, value=jnp.tanh(logits).sum(-1), embedding=x)
+        search = mx.gumbel_muzero_policy((), jax.random.key(0), root, step, num_simulations=8)
+        targets = jax.lax.stop_gradient(search.action_weights)
+        return -jnp.sum(targets * jax.nn.log_softmax(logits))
+
+    return loss, (normal(0, 6, 4), normal(1, 3, 6))
 
 
 def numpyro() -> Program:
@@ -300,7 +372,10 @@ PROGRAMS = {
     "equinox": equinox,
     "flowjax": flowjax,
     "haiku": haiku,
+    "jaxopt": jaxopt,
+    "jraph": jraph,
     "lineax": lineax,
+    "mctx": mctx,
     "numpyro": numpyro,
     "optimistix": optimistix,
     "ott": ott,
