@@ -234,3 +234,13 @@ def test_a_failure_is_a_script_that_shows_it() -> None:
     assert record["outcomes"][0]["kind"] == "wrong"
     assert "1 wrong" in tally([record])
     exec(record["script"].replace(HEADER, ""), {})
+
+
+def test_what_xla_does_not_run_is_counted_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+    monkeypatch.setattr("tests.fuzzing.campaign.Plain", fails)
+    record = try_program(5)
+    assert record == {"seed": 5, "without_reference": "INTERNAL: RET_CHECK failure"}
+    assert tally([record]).endswith("XLA does not run these programs in plain jax: [5]")
