@@ -45,7 +45,7 @@ def try_program(
     except (
         jax.errors.JaxRuntimeError
     ) as error:  # XLA itself fails: there is nothing to compare with
-        return {"seed": seed, "without_reference": str(error)[:300]}
+        return {"seed": seed, "without_reference": str(error)[:300], "outcomes": []}
     outcomes: list[tuple[Variant, Outcome]] = []
     for variant in variants_of(seed, variants, only):
         with _timer(limit):
