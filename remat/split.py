@@ -11,9 +11,14 @@ from enum import IntEnum
 from typing import Any
 
 from remat import _compat
+from remat.deferred import DEFERRED
 from remat.program import Atom, Equation, Literal, Program, is_inexact, live_equations
 
 __all__ = ["inputs_with_gradient", "split_planned"]
+
+
+# Calls of a body that takes their operands and has no derivative rule, beside those that programs dissolve.
+_CALLS = frozenset({"jit", "pjit", "shard_map", DEFERRED})
 
 
 class _Reach(IntEnum):
@@ -114,10 +119,8 @@ def _through(eqn: Any, states: Sequence[_Reach]) -> list[_Reach]:
         found = [max(each) for each in zip(*branches, strict=True)]
     elif (parts := _compat.scan_parts(eqn)) is not None:
         found = _through_loop(parts, given)
-    elif (
-        body := _compat.call_body(eqn, inline_checkpoints=True, inline_custom=False)
-    ) is not None or (name == "shard_map" and (body := _compat.sub_jaxprs(eqn)[0]) is not None):
-        found = _through_body(body, given)
+    elif name in _CALLS or _compat.call_body(eqn, inline_checkpoints=True, inline_custom=False):
+        found = _through_body(_compat.sub_jaxprs(eqn)[0], given)
     return [s if is_inexact(a) else _Reach.NONE for s, a in zip(found, results, strict=True)]
 
 

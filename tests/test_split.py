@@ -71,6 +71,23 @@ def _in_a_call_in_nested_loops(x: jax.Array) -> jax.Array:
     return jnp.sum(c) + jnp.sum(jax.lax.stop_gradient(ys))
 
 
+def _in_a_call_of_our_own(x: jax.Array) -> jax.Array:
+    inner = remat.checkpoint(lambda x: (jnp.sin(x), _loop(x)), lowering="policy")
+
+    def body(c: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        return inner(c)
+
+    c, ys = jax.lax.scan(body, x, None, length=2)
+    return jnp.sum(c * jax.lax.stop_gradient(ys).sum(0))
+
+
+def _in_a_sharded_call(x: jax.Array) -> jax.Array:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    call = jax.jit(lambda x: (jnp.sin(x), _loop(x)), in_shardings=here, out_shardings=here)
+    c, ys = jax.lax.scan(lambda c, _: call(c), x, None, length=2)
+    return jnp.sum(c * jax.lax.stop_gradient(ys).sum(0))
+
+
 def _with_a_rule(x: jax.Array) -> jax.Array:
     """A root, found by a loop and differentiated by a rule: that has a reverse mode."""
 
@@ -89,6 +106,8 @@ LOSSES = (
     _two_carries,
     _in_a_branch,
     _in_a_call_in_nested_loops,
+    _in_a_call_of_our_own,
+    _in_a_sharded_call,
     _with_a_rule,
 )
 
