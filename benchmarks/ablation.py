@@ -36,13 +36,13 @@ import remat
 from benchmarks.budgets import Results, read_rows, settings_code
 from benchmarks.planners import graph_of, sequence_of, warm_up
 from models.cases import CASES
-from remat.graph import Graph
-from remat.memory import peak_bytes
-from remat.plan import Plan
+from remat.core.graph import Graph
+from remat.memory.predict import peak_bytes
+from remat.plans.plan import Plan
 from remat.policies import Monet
 from remat.policies.base import Decision, Implementations
-from remat.policies.condense import condense
-from remat.policies.problem import replay
+from remat.policies.buffers.condense import condense
+from remat.policies.solvers.problem import replay
 
 __all__ = [
     "IMPLEMENTATIONS",

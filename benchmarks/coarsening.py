@@ -2,12 +2,12 @@
 
     python -m benchmarks.coarsening [MODEL ...] [--values 60] [--json FILE] [--check]
 
-`remat.policies.condense` makes one node of a kernel and what XLA fuses into it; plans that keep another fused value
-are lost. Here they are allowed again: all fused values of one primitive become buffers, or a single one does, and
-the graph is planned within the same bytes by what `ilp` and `checkmate` begin with (minimum cuts, local search, the
-dynamic program across blocks). The column `gain %` says how much cheaper the whole program is with the best of
-these buffers; it cannot be below 0, since the coarser plan is among the choices. Not every set of buffers is tried,
-so it is what was found, no bound. What is overwritten in place is not joined, in either.
+`remat.policies.buffers.condense` makes one node of a kernel and what XLA fuses into it; plans that keep another
+fused value are lost. Here they are allowed again: all fused values of one primitive become buffers, or a single one
+does, and the graph is planned within the same bytes by what `ilp` and `checkmate` begin with (minimum cuts, local
+search, the dynamic program across blocks). The column `gain %` says how much cheaper the whole program is with the
+best of these buffers; it cannot be below 0, since the coarser plan is among the choices. Not every set of buffers
+is tried, so it is what was found, no bound. What is overwritten in place is not joined, in either.
 
 `--check` exits with 1 if a plan with more buffers is more than 1 % cheaper.
 """
@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 import jax
 
 from benchmarks.planners import graph_of, parse_models, warm_up, write_rows
-from remat.deadline import limited
-from remat.graph import Graph
-from remat.policies._within import Pool, first_bound
-from remat.policies.condense import Condensed, buffers_of, condense_apart
-from remat.policies.problem import peak_of_order
+from remat.core.deadline import limited
+from remat.core.graph import Graph
+from remat.policies.buffers.condense import Condensed, buffers_of, condense_apart
+from remat.policies.buffers.within import Pool, first_bound
+from remat.policies.solvers.problem import peak_of_order
 
 __all__ = ["MODELS", "Coarsened", "candidates", "main", "problems_of", "run_model", "total_cost"]
 

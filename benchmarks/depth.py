@@ -28,10 +28,10 @@ import jax
 import remat
 from benchmarks.planners import sequence_of
 from models import mlp
-from remat.graph import Graph
+from remat.core.graph import Graph
 from remat.policies import Sublinear
-from remat.policies.condense import condense
-from remat.policies.problem import peak_of_order, replay
+from remat.policies.buffers.condense import condense
+from remat.policies.solvers.problem import peak_of_order, replay
 
 __all__ = ["GROWTH", "POLICIES", "Depth", "main", "measure", "problems_of"]
 

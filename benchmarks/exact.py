@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from remat.policies._checkmate_model import round_lp, solve_checkmate
-from remat.policies._milp import Solved, cut_bound, smallest_budget, solve_restricted
-from remat.policies.problem import Problem, peak_of_order
+from remat.policies.exact.checkmate_model import round_lp, solve_checkmate
+from remat.policies.exact.milp import Solved, cut_bound, smallest_budget, solve_restricted
+from remat.policies.solvers.problem import Problem, peak_of_order
 
 __all__ = ["load_graph", "main"]
 

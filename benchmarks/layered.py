@@ -24,7 +24,7 @@ import os
 import random
 from pathlib import Path
 
-from remat.policies.problem import Problem
+from remat.policies.solvers.problem import Problem
 
 __all__ = ["LAYERED_PUBLISHED", "chain", "graph_folder", "layered", "published", "training"]
 

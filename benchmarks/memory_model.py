@@ -27,7 +27,7 @@ import remat
 import remat.linen
 from models import gpt, lstm, mlp, resnet
 from models.cases import BLOCKS_LARGE
-from remat.memory import predict
+from remat.memory.predict import predict
 from remat.policies import MinCut, Names
 
 __all__ = ["CASES", "Case", "Row", "main", "summarise"]

@@ -2,10 +2,11 @@
 
     python -m benchmarks.planners [MODEL ...] [--policies ilp sublinear revolve checkmate] [--json FILE] [--check]
 
-Budgets are shares of the peak without rematerialization of the coarsened problem (`remat.policies.condense`). Every
-plan is taken apart to its sequence of kernels and judged again by `remat.policies.problem.replay`. The columns:
-nodes, budget, extra cost in % of the total, the bound proven by `ilp` in % (no sequence is cheaper), the gap of
-the total cost to that bound, wall and CPU seconds to solve (coarsening included, tracing not).
+Budgets are shares of the peak without rematerialization of the coarsened problem
+(`remat.policies.buffers.condense`). Every plan is taken apart to its sequence of kernels and judged again by
+`remat.policies.solvers.problem.replay`. The columns: nodes, budget, extra cost in % of the total, the bound proven
+by `ilp` in % (no sequence is cheaper), the gap of the total cost to that bound, wall and CPU seconds to solve
+(coarsening included, tracing not).
 
 `--check` exits with 1 if `ilp` finds no plan though the budget is not proven infeasible, is more than 5 % above its
 bound, or takes longer than 60 s (`gpt_48`: 30 s). The smaller of wall and CPU seconds counts: waiting for a
@@ -30,13 +31,13 @@ import numpy as np
 
 import remat
 from models.cases import CASES
-from remat.graph import Graph
+from remat.core.graph import Graph
 from remat.policies import POLICIES, Policy, get_policy
-from remat.policies._ilp_cut import cut_bound
-from remat.policies._segments import sequence_of_saved
 from remat.policies.base import BudgetPolicy, Decision
-from remat.policies.condense import Condensed, condense
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.buffers.condense import Condensed, condense
+from remat.policies.exact.cut import cut_bound
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
+from remat.policies.solvers.segments import sequence_of_saved
 
 __all__ = [
     "MODELS",

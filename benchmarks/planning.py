@@ -24,7 +24,7 @@ import jax
 
 import remat
 from models import gpt
-from remat.planning import make_plan
+from remat.planning.make import make_plan
 from remat.policies import Echo, Full, MinCut, SaveAll
 
 __all__ = ["main", "problems_of", "run"]

@@ -33,8 +33,8 @@ from benchmarks.layered import (
     published,
     training,
 )
-from remat.policies._search import search
-from remat.policies.problem import Problem, peak_of_order
+from remat.policies.solvers.problem import Problem, peak_of_order
+from remat.policies.solvers.search import search
 
 __all__ = ["Row", "main", "measure", "problems_of", "rows"]
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from remat.graph import Graph, Implementations
-from remat.policies._segments import sequence_of_saved
+from remat.core.graph import Graph, Implementations
 from remat.policies.base import Decision
-from remat.policies.condense import condense
+from remat.policies.buffers.condense import condense
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
-from remat.policies.problem import replay
+from remat.policies.solvers.problem import replay
+from remat.policies.solvers.segments import sequence_of_saved
 
 __all__ = ["Auto"]
 

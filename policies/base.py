@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
-from remat.errors import PolicyError, nearest
-from remat.graph import Alternatives, Graph, Implementations, wanted_sites
-from remat.plan import Certificate, Status
+from remat.core.errors import PolicyError, nearest
+from remat.core.graph import Alternatives, Graph, Implementations, wanted_sites
+from remat.plans.plan import Certificate, Status
 
 __all__ = [
     "BudgetPolicy",
@@ -35,10 +35,10 @@ class Decision:
         certificate: evidence for the status.
         notes: what the reader of the plan should know.
         order: the backward pass as operator ids, forward operators where they run again included (see
-            `remat.schedule.build_schedule`); None repeats them when the backward pass first needs them.
+            `remat.plans.schedule.build_schedule`); None repeats them when the backward pass first needs them.
         buffer_peak_bytes: peak of the buffers as the policy counted them, None if it did not.
         forms: the form in which a value is kept where it is not the smallest lossless one, by value id; see
-            `remat.forms`.
+            `remat.core.forms`.
     """
 
     saved: frozenset[int]
@@ -75,8 +75,8 @@ class BudgetPolicy(Protocol):
     """A policy that can plan within a budget.
 
     One planning asks it several times. If it is a dataclass with a field `seconds`, that limits the time of the
-    whole planning: every request goes to a copy with less (`remat.time_limit`), and where
-    `remat.deadline.out_of_time` says so, a policy returns the best it has, or raises BudgetError.
+    whole planning: every request goes to a copy with less (`remat.planning.time_limit`), and where
+    `remat.core.deadline.out_of_time` says so, a policy returns the best it has, or raises BudgetError.
     """
 
     name: ClassVar[str]

@@ -13,9 +13,9 @@ published to exceed budgets and to cost up to four times the optimum, and then s
 Complexity: exponential in the worst case; about 350 buffers are practical, see `remat.policies.ilp` for more. The
 relaxation has `nodes * edges` columns, so `approximate` takes up to `_ROUNDING_LIMIT` nodes.
 
-Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.condense`); variables that
-no schedule of the structure uses are left out; the solver is given a feasible start: that of `ilp` (minimum cuts,
-segments, local search, the dynamic program for chains of blocks).
+Departures from the paper: the graph is coarsened to its buffers first (`remat.policies.buffers.condense`);
+variables that no schedule of the structure uses are left out; the solver is given a feasible start: that of `ilp`
+(minimum cuts, segments, local search, the dynamic program for chains of blocks).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from remat.deadline import limited, seconds_left
-from remat.devices import get_device
-from remat.errors import PolicyError
-from remat.graph import Graph
-from remat.interrupt import ended, say, solver_says
-from remat.policies._checkmate_model import round_lp
-from remat.policies._milp import solve_restricted
-from remat.policies._search import is_ready
-from remat.policies._within import Pool, decision_of, first_bound, infeasible
+from remat.core.deadline import limited, seconds_left
+from remat.core.devices import get_device
+from remat.core.errors import PolicyError
+from remat.core.graph import Graph
+from remat.core.interrupt import ended, say, solver_says
 from remat.policies.base import Decision
-from remat.policies.condense import Condensed, Objective, condense
-from remat.policies.problem import peak_of_order
+from remat.policies.buffers.condense import Condensed, Objective, condense
+from remat.policies.buffers.within import Pool, decision_of, first_bound, infeasible
+from remat.policies.exact.checkmate_model import round_lp
+from remat.policies.exact.milp import solve_restricted
+from remat.policies.solvers.problem import peak_of_order
+from remat.policies.solvers.search import is_ready
 
 __all__ = ["Checkmate"]
 

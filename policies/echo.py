@@ -13,11 +13,11 @@ Zheng, Vijaykumar and Pekhimenko, "Echo: compiler-based GPU memory footprint red
    operands are feature maps like any other.
 4. Masks (line 20) are kept, as bits; the path ends at them.
 
-Guarantee: never more than plain differentiation keeps (`remat.schedule.no_remat_saved`, masks as bits), neither
-in bytes kept nor in the peak that the referee (`remat.simulate`, which leaves out what XLA fuses away) finds in
-the schedule. No compute-bound and no random operator runs again. The bytes Algorithm 1 keeps depend on the
-graph's structure alone; the peak depends also on the order of its operators, and so does what departure 5 gives
-up. Complexity: linear in operators and operands; where the peak needs more than a glance (departure 5), a few
+Guarantee: never more than plain differentiation keeps (`remat.plans.schedule.no_remat_saved`, masks as bits),
+neither in bytes kept nor in the peak that the referee (`remat.plans.simulate`, which leaves out what XLA fuses
+away) finds in the schedule. No compute-bound and no random operator runs again. The bytes Algorithm 1 keeps depend
+on the graph's structure alone; the peak depends also on the order of its operators, and so does what departure 5
+gives up. Complexity: linear in operators and operands; where the peak needs more than a glance (departure 5), a few
 schedules and their replays, at most logarithmically many.
 
 Departures from the paper:
@@ -54,11 +54,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar
 
-from remat.graph import Graph, Op
-from remat.plan import Schedule, form_of, stored_bytes
+from remat.core.graph import Graph, Op
+from remat.plans.plan import Schedule, form_of, stored_bytes
+from remat.plans.schedule import build_schedule
+from remat.plans.simulate import Timeline, simulate
 from remat.policies.base import Decision
-from remat.schedule import build_schedule
-from remat.simulate import Timeline, simulate
 
 __all__ = ["Echo"]
 

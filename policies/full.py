@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.graph import Graph
+from remat.core.graph import Graph
 from remat.policies.base import Decision, required_saves
 
 __all__ = ["Full"]

@@ -27,9 +27,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.errors import PolicyError
-from remat.forms import applicable, get_encoding, is_lossless, stored_bytes
-from remat.graph import Graph, Implementations, Op
+from remat.core.errors import PolicyError
+from remat.core.forms import applicable, get_encoding, is_lossless, stored_bytes
+from remat.core.graph import Graph, Implementations, Op
 from remat.policies.base import (
     Decision,
     check_implementations,
@@ -49,7 +49,7 @@ class Gist:
         precision: the form of delayed precision reduction (`float16`, `bfloat16`, `float8_e4m3`, `float8_e5m2`),
             None for none. Lossy.
         sparse: share of the values that sparse storage has room for, None for none. Lossy where more are not zero.
-        implementations: which rewrites of the backward pass to encode with; see `remat.rules`.
+        implementations: which rewrites of the backward pass to encode with; see `remat.rewrite.rules`.
     """
 
     precision: str | None = None

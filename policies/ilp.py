@@ -1,6 +1,6 @@
 """`Ilp`: the cheapest program known to fit a budget.
 
-The joint graph is coarsened to its buffers (`remat.policies.condense`), and the sequence of kernels is
+The joint graph is coarsened to its buffers (`remat.policies.buffers.condense`), and the sequence of kernels is
 optimised: every forward kernel runs once, every backward kernel once, and between the backward kernels forward
 kernels run again, as often as it pays. Several planners start, and the best start is improved:
 
@@ -8,11 +8,11 @@ kernels run again, as often as it pays. Several planners start, and the best sta
    blocks the exact dynamic program (Beaumont, Herrmann et al.);
 2. local search on the executed sequence (Imanishi et al. 2024); up to 350 buffers, where more than 4 % lie
    between its result and the bound, hotter and from several seeds, and a bound from several moments at once
-   (`remat.policies._joint_bound`);
+   (`remat.policies.exact.joint_bound`);
 3. Checkmate's integer program (Jain et al. 2020), restricted to what JAX executes, on HiGHS: for small graphs, and
    up to 350 buffers where more than 2 % lie between the search's result and the bound.
 
-Guarantee: the sequence replays within the budget (`remat.policies.problem.replay`). The certificate holds a
+Guarantee: the sequence replays within the budget (`remat.policies.solvers.problem.replay`). The certificate holds a
 proven lower bound on the cost of sequences of the coarsened graph: that of a Lagrangian minimum cut and of several
 moments hold for all of them, the integer program's for those that run nodes again in the program's order, each at
 most once between two first runs (Checkmate's stages); the certificate says which. Without a budget the limit is the
@@ -39,15 +39,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
-from remat.deadline import limited, seconds_left
-from remat.devices import get_device
-from remat.errors import BudgetError, PolicyError
-from remat.graph import Alternatives, Graph, Implementations
-from remat.interrupt import ended, say, solver_says
-from remat.policies._joint_bound import joint_bound
-from remat.policies._milp import solve_restricted
-from remat.policies._search import is_ready, search
-from remat.policies._within import (
+from remat.core.deadline import limited, seconds_left
+from remat.core.devices import get_device
+from remat.core.errors import BudgetError, PolicyError
+from remat.core.graph import Alternatives, Graph, Implementations
+from remat.core.interrupt import ended, say, solver_says
+from remat.policies.base import Decision, check_implementations, choose_sites
+from remat.policies.buffers.condense import Condensed, Objective, condense
+from remat.policies.buffers.within import (
     EFFORT,
     TOLERANCE,
     Pool,
@@ -56,10 +55,11 @@ from remat.policies._within import (
     infeasible,
     starts,
 )
-from remat.policies.base import Decision, check_implementations, choose_sites
-from remat.policies.condense import Condensed, Objective, condense
+from remat.policies.exact.joint_bound import joint_bound
+from remat.policies.exact.milp import solve_restricted
 from remat.policies.min_cut import MinCut
-from remat.policies.problem import peak_of_order
+from remat.policies.solvers.problem import peak_of_order
+from remat.policies.solvers.search import is_ready, search
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
@@ -78,7 +78,7 @@ Method = Literal["auto", "exact", "search", "starts"]
 
 
 class MeasuredCosts(Protocol):
-    """What `remat.cost.measure` returns: seconds of operators of the graph with this fingerprint."""
+    """What `remat.core.cost.measure` returns: seconds of operators of the graph with this fingerprint."""
 
     @property
     def fingerprint(self) -> str:
@@ -105,11 +105,11 @@ class Ilp:
         effort: proposals of the local search per node; its result is the same in every run, unless the time is up.
         tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
             twentieth of that effort to be enough.
-        costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop bodies
-            keep their estimates.
+        costs: measured seconds of this function's operators, from `remat.core.cost.measure(fun, *args)`; loop
+            bodies keep their estimates.
         device: whose roofline prices the nodes.
         implementations: which rewrites of the backward pass to plan with: `exact` for those whose gradients are
-            bit-equal, `none`, `all`, or names of rules or kinds; see `remat.rules`.
+            bit-equal, `none`, `all`, or names of rules or kinds; see `remat.rewrite.rules`.
     """
 
     objective: Objective = "seconds"
@@ -187,7 +187,7 @@ class Ilp:
             if self.costs.fingerprint != graph.fingerprint():
                 raise PolicyError(
                     "Ilp(costs=...): these costs were measured for another function, or for other shapes or "
-                    "other differentiated arguments. Measure again with remat.cost.measure(fun, *args)."
+                    "other differentiated arguments. Measure again with remat.core.cost.measure(fun, *args)."
                 )
             measured = self.costs.measured_seconds
         return condense(graph, device=self.device, objective=self.objective, op_seconds=measured)

@@ -2,19 +2,19 @@
 
 Shah et al., "Memory optimization for deep networks" (MONeT, ICLR 2021): checkpointing and the choice of each
 operator's backward implementation as one integer program. Here an implementation is a rewrite of the joint graph
-(`remat.rewrite`): a max-pool's gradient by argmax codes or from its operand, a relu's mask from its operand, its
-result or as bits.
+(`remat.rewrite.menu`): a max-pool's gradient by argmax codes or from its operand, a relu's mask from its operand,
+its result or as bits.
 
 How it plans:
 
 1. Every kind of rewrite, all of them and none, each with and without the registered operators' implementations
-   (`remat.operators`), are planned by the starts of `ilp` within the budget.
+   (`remat.rewrite.operators`), are planned by the starts of `ilp` within the budget.
 2. Where the graph is small enough (`exact_limit` buffers) the paper's integer program (`_monet_model`: equations 1
    to 16, in-place choices included) chooses among all combinations of rewrites, with many sites of whole rules; the
    registered operators' implementations are not in it. Its status and gap are in the plan's notes.
 3. The three cheapest of these choices by the starts, and no rewrite at all, make the shortlist. Without loops a
-   session (`remat.budget`) plans each as `ilp` plans, and takes the cheapest; among those within 0.1 % of it, the
-   one that is predicted to move the least. With loops it plans the first alone.
+   session (`remat.planning.session`) plans each as `ilp` plans, and takes the cheapest; among those within 0.1 % of
+   it, the one that is predicted to move the least. With loops it plans the first alone.
 
 So a plan without loops is at most 0.1 % dearer than that of `ilp` without rewrites, unless the time limit is
 reached, which everything shares.
@@ -38,18 +38,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from remat.deadline import limited, seconds_left
-from remat.errors import BudgetError, PolicyError
-from remat.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
-from remat.interrupt import ended, say, solver_says
-from remat.policies._implementations import merged_problem
-from remat.policies._monet_solve import solve_monet
+from remat.core.deadline import limited, seconds_left
+from remat.core.errors import BudgetError, PolicyError
+from remat.core.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
+from remat.core.interrupt import ended, say, solver_says
 from remat.policies.base import (
     Decision,
     check_implementations,
     check_names,
 )
-from remat.policies.condense import condense
+from remat.policies.buffers.condense import condense
+from remat.policies.buffers.implementations import merged_problem
+from remat.policies.exact.monet_solve import solve_monet
 from remat.policies.ilp import Ilp
 
 __all__ = ["Monet"]
@@ -67,7 +67,7 @@ class Monet:
 
     Attributes:
         implementations: which rewrites to choose from: `exact` for those whose gradients are bit-equal, `none`,
-            `all`, or names of rules or kinds (`output`, `intermediate`); see `remat.rules`.
+            `all`, or names of rules or kinds (`output`, `intermediate`); see `remat.rewrite.rules`.
         exact_limit: buffers up to which the joint integer program runs; 0 for never.
         seconds: limit on the time of one planning, whatever runs inside.
         effort, tolerance: of `ilp`'s search.

@@ -10,8 +10,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.errors import PolicyError, nearest
-from remat.graph import Graph
+from remat.core.errors import PolicyError, nearest
+from remat.core.graph import Graph
 from remat.policies.base import Decision, required_saves
 
 __all__ = ["Names"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.graph import Graph
-from remat.plan import form_of
+from remat.core.graph import Graph
+from remat.plans.plan import form_of
+from remat.plans.schedule import no_remat_saved
 from remat.policies.base import Decision, required_saves
-from remat.schedule import no_remat_saved
 
 __all__ = ["SaveAll", "Unchanged"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.errors import PolicyError, nearest
+from remat.core.errors import PolicyError, nearest
 from remat.policies.auto import Auto
 from remat.policies.base import Policy
 from remat.policies.checkmate import Checkmate

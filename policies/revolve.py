@@ -6,11 +6,11 @@ joint graph: places where a single value goes from one stretch of the forward pa
 without such a place is one stage; use `ilp` there.
 
 Guarantee: with `snapshots`, the fewest forward steps for equal stages, t(l, s) = r l - C(s + r, r - 1); under a
-budget the cheapest persistent schedule of the chain (see `remat.policies._chains`, which lists the departures): a
-checkpoint is held until everything after it is reversed, and a stage's input while the stage runs. That is the
-optimum for equal stages whose backward parts read what the forward parts make, and a heuristic otherwise; where the
-backward pass does not read some values of the chain, the plan's notes say so.
-Complexity: O(stages^3 * 500) vectorised additions.
+budget the cheapest persistent schedule of the chain (see `remat.policies.solvers.chains`, which lists the
+departures): a checkpoint is held until everything after it is reversed, and a stage's input while the stage runs.
+That is the optimum for equal stages whose backward parts read what the forward parts make, and a heuristic
+otherwise; where the backward pass does not read some values of the chain, the plan's notes say so. Complexity:
+O(stages^3 * 500) vectorised additions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from remat.errors import PolicyError
-from remat.graph import Graph
-from remat.interrupt import ended
-from remat.policies._chains import chain_of, revolve, solve_chain
-from remat.policies._within import Pool, decision_of, infeasible
+from remat.core.errors import PolicyError
+from remat.core.graph import Graph
+from remat.core.interrupt import ended
 from remat.policies.base import Decision
-from remat.policies.condense import Condensed, condense
+from remat.policies.buffers.condense import Condensed, condense
+from remat.policies.buffers.within import Pool, decision_of, infeasible
+from remat.policies.solvers.chains import chain_of, revolve, solve_chain
 
 __all__ = ["Revolve"]
 

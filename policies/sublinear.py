@@ -11,7 +11,7 @@ the backward pass reaches it. `method` chooses where the cuts lie:
 Guarantee: with n equal layers about 2 sqrt(n) values (`grid`, `sqrt`) at no more than one extra forward pass, or
 O(log n) values at O(n log n) extra work (`recursive` with k=1). Under a budget the cheapest of these that fits is
 taken. Complexity: near linear; `sqrt` has a quadratic worst case. The departures from the paper are listed
-in `remat.policies._segments`.
+in `remat.policies.solvers.segments`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from remat.errors import PolicyError
-from remat.graph import Graph
-from remat.policies._segments import drop_cheap, grid_search, recursive_segments, sqrt_segments
-from remat.policies._within import Pool, decision_of, infeasible
+from remat.core.errors import PolicyError
+from remat.core.graph import Graph
 from remat.policies.base import Decision
-from remat.policies.condense import Condensed, condense
+from remat.policies.buffers.condense import Condensed, condense
+from remat.policies.buffers.within import Pool, decision_of, infeasible
+from remat.policies.solvers.segments import (
+    drop_cheap,
+    grid_search,
+    recursive_segments,
+    sqrt_segments,
+)
 
 __all__ = ["Sublinear"]
 

@@ -1,6 +1,6 @@
 """`python -m remat`: the command line."""
 
-from remat.cli import main
+from remat.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -20,8 +20,9 @@ except ImportError as error:  # pragma: no cover - exercised by the packaging te
 
 import jax
 
-from remat.api import UNSET, check_options, checkpoint_filtered, chosen_policy
+from remat.checkpointing import UNSET, checkpoint_filtered, chosen_policy
 from remat.resolve import JaxPolicy, Off, resolve
+from remat.wrapping import check_options
 
 __all__ = ["checkpoint", "filter_checkpoint", "remat"]
 

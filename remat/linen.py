@@ -21,10 +21,11 @@ except ImportError as error:  # pragma: no cover - exercised by the packaging te
         "remat.linen needs Flax; install it with `pip install remat[flax]`"
     ) from error
 
-from remat.api import UNSET, check_options, chosen_policy
-from remat.api import checkpoint as _checkpoint
-from remat.errors import TraceError
+from remat.checkpointing import UNSET, chosen_policy
+from remat.checkpointing import checkpoint as _checkpoint
+from remat.core.errors import TraceError
 from remat.resolve import resolve
+from remat.wrapping import check_options
 
 __all__ = ["checkpoint", "remat"]
 

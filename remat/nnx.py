@@ -16,13 +16,13 @@ except ImportError as error:  # pragma: no cover - exercised by the packaging te
 
 import jax
 
-from remat.api import UNSET, chosen_policy
-from remat.api import checkpoint as _checkpoint
-from remat.api import plan_call as _plan_call
-from remat.calls import is_array
-from remat.errors import TraceError
-from remat.plan import Plan
+from remat.checkpointing import UNSET, chosen_policy
+from remat.checkpointing import checkpoint as _checkpoint
+from remat.core.errors import TraceError
+from remat.plans.plan import Plan
 from remat.resolve import JaxPolicy, Off, resolve
+from remat.trace.calls import is_array
+from remat.wrapping import plan_call as _plan_call
 
 __all__ = ["checkpoint", "plan_call", "remat"]
 

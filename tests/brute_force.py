@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from remat.policies.problem import Problem
+from remat.policies.solvers.problem import Problem
 
 __all__ = ["least_extra_cost", "least_peak"]
 

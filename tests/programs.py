@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.layered import graph_folder, published
-from remat.graph import Graph
-from remat.plan import Schedule
-from remat.policies.problem import Problem
+from remat.core.graph import Graph
+from remat.plans.plan import Schedule
+from remat.policies.solvers.problem import Problem
 
 Function = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from remat.graph import Graph, Op, Value
+from remat.core.graph import Graph, Op, Value
 
 __all__ = [
     "GraphBuilder",

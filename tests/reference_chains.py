@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import comb
 
-from remat.policies.problem import Problem
+from remat.policies.solvers.problem import Problem
 
 __all__ = ["chain_a", "chain_a_extra", "chain_b", "chain_b_extra", "forward_steps"]
 

@@ -18,12 +18,12 @@ from benchmarks.ablation import Ablated, Settings
 from benchmarks.budgets import Results, read_rows
 from benchmarks.planners import graph_of
 from models.cases import CASES
-from remat.devices import get_device
-from remat.memory import peak_bytes
+from remat.core.devices import get_device
+from remat.memory.predict import peak_bytes
 from remat.policies import Monet
 from remat.policies.base import Decision
-from remat.policies.condense import condense
-from remat.policies.problem import replay
+from remat.policies.buffers.condense import condense
+from remat.policies.solvers.problem import replay
 
 PICOSECONDS = 10**12
 BYTES_PER_SECOND = get_device("h200").memory_bytes_per_second

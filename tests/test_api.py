@@ -18,7 +18,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat
-from remat.lower import StagedFunction
+from remat.lower.staged import StagedFunction
 from remat.resolve import parse_budget
 
 

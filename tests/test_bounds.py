@@ -15,8 +15,8 @@ import remat
 from benchmarks.compiled import Measured, measure, missed
 from benchmarks.programs import GROUPS, Row
 from models import gpt, mlp
-from remat.compile import CPU_COMPILER_OPTIONS
-from remat.encode import pack_bits, unpack_bits
+from remat.compiler.compile import CPU_COMPILER_OPTIONS
+from remat.lower.encode import pack_bits, unpack_bits
 from remat.policies import Names
 
 DEVICE = "h200"

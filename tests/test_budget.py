@@ -17,20 +17,21 @@ from random_graphs import GraphBuilder, graphs, laws
 
 import remat
 from models import mlp
-from remat.budget import plan_within
-from remat.errors import BudgetError
-from remat.graph import Alternatives, Graph
-from remat.memory import peak_bytes, predict
-from remat.pareto import pareto
-from remat.plan import Certificate, Plan
-from remat.planning import make_plan
+from remat.core.errors import BudgetError
+from remat.core.graph import Alternatives, Graph
+from remat.memory.predict import peak_bytes, predict
+from remat.planning.make import make_plan
+from remat.planning.planners import PolicyPlanner
+from remat.planning.resort import held, limit_bytes
+from remat.planning.session import plan_within
+from remat.plans.plan import Certificate, Plan
+from remat.plans.simulate import simulate
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Policy, Revolve, SaveAll, Sublinear
 from remat.policies.base import Decision
-from remat.policies.condense import condense
-from remat.policies.problem import peak_of_order
-from remat.resolve import PolicyPlanner, parse_budget, resolve
-from remat.resort import held, limit_bytes
-from remat.simulate import simulate
+from remat.policies.buffers.condense import condense
+from remat.policies.solvers.problem import peak_of_order
+from remat.resolve import parse_budget, resolve
+from remat.tools.pareto import pareto
 
 SHAPE, BYTES = (64, 64), 64 * 64 * 4
 

@@ -28,8 +28,8 @@ from benchmarks.programs import Row
 from models import gpt, lstm, mlp, resnet
 from models.cases import materialize
 from remat.policies import Ilp, Sublinear, get_policy
-from remat.policies.condense import buffers_of, condense
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.buffers.condense import buffers_of, condense
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
 
 DEVICE = "h200"
 _HAS_PLUGIN = any(

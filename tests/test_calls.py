@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import remat
-from remat.calls import flatten_call, key_of
+from remat.trace.calls import flatten_call, key_of
 
 X = jnp.linspace(0.1, 1, 12).reshape(3, 4)
 

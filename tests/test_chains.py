@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from remat.errors import PolicyError
-from remat.policies._chains import (
+from remat.core.errors import PolicyError
+from remat.policies.solvers.chains import (
     Chain,
     ChainStage,
     Step,
@@ -30,8 +30,8 @@ from remat.policies._chains import (
     solve_stages,
     stages_of,
 )
-from remat.policies._segments import sequence_of_saved, sqrt_segments
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
+from remat.policies.solvers.segments import sequence_of_saved, sqrt_segments
 from tests.programs import public_graph
 
 PUBLISHED = {
@@ -453,7 +453,7 @@ def test_a_stage_in_rotor_terms_by_hand() -> None:
 
 
 def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.policies import _chains
+    from remat.policies.solvers import chains as _chains
 
     problem = chain_a(50, own=True)
     chain = found_chain(problem)

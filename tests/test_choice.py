@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.policies._ilp_cut import cut_bound
-from remat.policies.choice import Choice, ChoiceProblem, replay_choices
-from remat.policies.problem import replay
+from remat.policies.exact.cut import cut_bound
+from remat.policies.solvers.choice import Choice, ChoiceProblem, replay_choices
+from remat.policies.solvers.problem import replay
 
 
 @st.composite

@@ -16,13 +16,13 @@ from brute_force import least_extra_cost, least_peak
 from test_milp import cheapest_staged
 
 import remat
-from remat.policies._chains import chain_of, solve_chain
-from remat.policies._ilp_cut import cut_bound
-from remat.policies._milp import smallest_budget, solve_restricted
-from remat.policies._within import IN_STAGES
+from remat.policies.buffers.within import IN_STAGES
+from remat.policies.exact.cut import cut_bound
+from remat.policies.exact.milp import smallest_budget, solve_restricted
 from remat.policies.ilp import Ilp
-from remat.policies.problem import Problem, peak_of_order, replay
 from remat.policies.revolve import Revolve
+from remat.policies.solvers.chains import chain_of, solve_chain
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
 
 # In the last stage node 2 runs before node 0: no sequence that repeats in order has this peak.
 OUT_OF_ORDER = Problem.of(

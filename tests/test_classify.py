@@ -15,11 +15,11 @@ from jax.interpreters import mlir
 from new_primitives import new_primitive
 
 import remat
-from remat import classify as module
-from remat._compat import name_of, open_jaxpr, sub_jaxprs
-from remat.classify import classify_equation
-from remat.primitives import OpClass, OpCost
-from remat.primitives import classify as by_table
+from remat.compat.jaxprs import name_of, open_jaxpr, sub_jaxprs
+from remat.core.primitives import OpClass, OpCost
+from remat.core.primitives import classify as by_table
+from remat.trace import classify as module
+from remat.trace.classify import classify_equation
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
 

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import pytest
 
 import remat
-import remat.compare as compare_module
+import remat.tools.compare as compare_module
 from models import cases
-from remat import cli
-from remat.cli import main
-from remat.compare import DEFAULT_POLICIES, Row, compare, compare_table, iter_compare
-from remat.plan import Plan
+from remat import api
+from remat.plans.plan import Plan
+from remat.tools import cli
+from remat.tools.cli import main
+from remat.tools.compare import DEFAULT_POLICIES, Row, compare, compare_table, iter_compare
 
 TINY = "models.cases:residual_mlp_small"
 ROOT = Path(__file__).parent.parent
@@ -300,7 +301,7 @@ def test_pareto_options(capsys: pytest.CaptureFixture[str], user_folder: Path) -
 def test_interrupted_pareto_prints_what_it_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["remat.pareto"]  # `remat.pareto` itself is the function
+    module = sys.modules["remat.tools.pareto"]  # `remat.pareto` itself is the function
     real = module.iter_pareto
 
     def first_two(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -364,7 +365,7 @@ def training():
 
 
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from remat.plan_diff import diff
+    from remat.plans.diff import diff
 
     function, args = cases.residual_mlp_small()
     plans = [remat.plan(function, *args, remat_policy=name) for name in ("full", "save_all")]
@@ -384,7 +385,7 @@ def test_interrupted_plan(
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(remat, "plan", interrupted)
+    monkeypatch.setattr(api, "plan", interrupted)
     assert main(["plan", TINY]) == 130
     assert "interrupted" in capsys.readouterr().err
 

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from versions import CPU_UNDOES_REMATERIALIZATION
 
-import remat.compile as compile_module
-from remat.compile import CPU_COMPILER_OPTIONS, compile_report, compiler_options
-from remat.devices import GPU_NAMES
-from remat.errors import CompileError
-from remat.toolchain import Missing, Plugin
+import remat.compiler.compile as compile_module
+from remat.compiler.compile import CPU_COMPILER_OPTIONS, compile_report, compiler_options
+from remat.compiler.toolchain import Missing, Plugin
+from remat.core.devices import GPU_NAMES
+from remat.core.errors import CompileError
 
 MIB = 2**20
 _HAS_PLUGIN = any(
@@ -470,7 +470,7 @@ def test_works_where_jax_was_started_without_naming_a_platform() -> None:
     program = """
 import jax, jax.numpy as jnp
 y = jnp.ones(4) + 1  # starts the backends: without CUDA libraries, jax gives up on the plugin
-from remat.compile import compile_report
+from remat.compiler.compile import compile_report
 assert compile_report(lambda x: x * 2, y, device="h200").hbm_traffic_bytes == 32
 assert float((y * 2).sum()) == 16.0
 """

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from random_graphs import GraphBuilder, graphs, laws, rngs
 
 import remat
-from remat.graph import Graph
-from remat.plan import stored_bytes
-from remat.planning import make_plan
+from remat.core.graph import Graph
+from remat.planning.make import make_plan
+from remat.plans.plan import stored_bytes
 from remat.policies import Ilp
-from remat.policies._segments import kept_at_turn
-from remat.policies.condense import Condensed, condense
-from remat.policies.problem import peak_of_order, replay
+from remat.policies.buffers.condense import Condensed, condense
+from remat.policies.solvers.problem import peak_of_order, replay
+from remat.policies.solvers.segments import kept_at_turn
 from tests.programs import random_sequence
 
 ROWS, WIDTH = 256, 64
@@ -407,7 +407,7 @@ def test_flops_as_the_objective_are_those_of_all_operators_of_a_kernel() -> None
 
 
 def test_seconds_are_arithmetic_or_traffic_and_matmuls_fall_short_of_the_data_sheet() -> None:
-    from remat.devices import get_device
+    from remat.core.devices import get_device
 
     chip = get_device("h200")
     costs = condense(costs_graph()).problem.costs
@@ -423,7 +423,7 @@ def test_seconds_are_arithmetic_or_traffic_and_matmuls_fall_short_of_the_data_sh
 def test_a_matmul_that_only_reads_its_weights_takes_as_long_as_that(
     rows: int, streams: bool
 ) -> None:
-    from remat.devices import get_device
+    from remat.core.devices import get_device
 
     chip = get_device("h200")
     problem = of_function(lambda x, w: jnp.sum((x @ w) ** 2), f32(rows, 512), f32(512, 512)).problem

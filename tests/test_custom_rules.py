@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat
-from remat.errors import DifferentiationError
+from remat.core.errors import DifferentiationError
 
 X = jax.random.normal(jax.random.key(0), (6, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3

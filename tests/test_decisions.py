@@ -14,12 +14,12 @@ from new_primitives import new_primitive
 
 import remat
 from models.cases import CASES
-from remat.compile import CPU_COMPILER_OPTIONS
-from remat.errors import BudgetError, ScheduleError
-from remat.graph import Graph
-from remat.plan import Schedule, Step
+from remat.compiler.compile import CPU_COMPILER_OPTIONS
+from remat.core.errors import BudgetError, ScheduleError
+from remat.core.graph import Graph
+from remat.plans.plan import Schedule, Step
+from remat.plans.simulate import simulate
 from remat.policies import Ilp, MinCut
-from remat.simulate import simulate
 
 X = jax.random.normal(jax.random.key(0), (16, 32))
 W = jax.random.normal(jax.random.key(1), (32, 32)) / 6

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import remat
-from remat.deferred import call_deferred
+from remat.compat.deferred import call_deferred
 
 _Function = Callable[..., Any]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from remat.devices import DEVICES, GPU_NAMES, device_of_kind, get_device
-from remat.errors import CompileError
+from remat.core.devices import DEVICES, GPU_NAMES, device_of_kind, get_device
+from remat.core.errors import CompileError
 
 
 def test_device_table() -> None:

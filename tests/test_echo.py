@@ -18,14 +18,14 @@ from random_graphs import GraphBuilder, graphs, laws, relabelled, rngs, seeded_g
 from versions import TANH_KEEPS_ONE_ARRAY
 
 import remat
-from remat.graph import Graph
-from remat.plan import Plan, stored_bytes
-from remat.planning import make_plan
+from remat.core.graph import Graph
+from remat.planning.make import make_plan
+from remat.plans.plan import Plan, stored_bytes
+from remat.plans.schedule import build_schedule, no_remat_saved
+from remat.plans.simulate import Replay, simulate
 from remat.policies import Full, SaveAll
 from remat.policies.base import required_saves
 from remat.policies.echo import Echo, _Path, _peak_bound_bytes
-from remat.schedule import build_schedule, no_remat_saved
-from remat.simulate import Replay, simulate
 
 ALGORITHM_1 = Echo(bound_peak=False)
 """The paper's algorithm, whose decision depends on the graph's structure alone."""

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.compile import compile_report
-from remat.encode import decode, encode, measure_error, pack_bits, unpack_bits
-from remat.errors import PolicyError
-from remat.forms import applicable, get_encoding, stored_bytes
-from remat.graph import Value
+from remat.compiler.compile import compile_report
+from remat.core.errors import PolicyError
+from remat.core.forms import applicable, get_encoding, stored_bytes
+from remat.core.graph import Value
+from remat.lower.encode import decode, encode, measure_error, pack_bits, unpack_bits
 from tests.programs import run_on_devices
 from tests.random_graphs import laws
 
@@ -272,7 +272,7 @@ def test_transforms_agree(form: str, array: np.ndarray) -> None:
 def test_shards_encode_their_own() -> None:
     program = """
 import jax, jax.numpy as jnp, numpy as np
-from remat.encode import decode, encode
+from remat.lower.encode import decode, encode
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
 P = jax.sharding.PartitionSpec
 numbers = jnp.arange(4096).reshape(64, 64)

@@ -21,14 +21,14 @@ import remat
 import remat.linen
 import remat.nnx
 from models import cases, gpt, mlp
-from remat.batch import _largest
-from remat.compile import compiler_options
-from remat.compiled import CompileReport
-from remat.errors import BudgetError, CompileError, PolicyError
-from remat.fit import Fitted, finish, fit, fit_options
-from remat.fitting import Job, Options, Trial, search
-from remat.override import Attempt, Menus, PricePlanner, choose_option
-from remat.plan import Plan
+from remat.compiler.compile import compiler_options
+from remat.compiler.report import CompileReport
+from remat.core.errors import BudgetError, CompileError, PolicyError
+from remat.fitting.batch import _largest
+from remat.fitting.fit import Fitted, finish, fit, fit_options
+from remat.fitting.search import Job, Options, Trial, search
+from remat.lower.attempt import Attempt, Menus, PricePlanner, choose_option
+from remat.plans.plan import Plan
 from remat.policies import Auto, Ilp
 from tests.test_pareto import Cuts
 
@@ -419,7 +419,7 @@ def test_bad_memory(options: dict[str, Any], words: str) -> None:
 
 
 def test_memory_of_the_data_sheet() -> None:
-    from remat.devices import get_device
+    from remat.core.devices import get_device
 
     read = fit_options(
         memory=None,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.policies._flow import INFINITE, Cut, minimum_cut
+from remat.policies.solvers.flow import INFINITE, Cut, minimum_cut
 
 exact = settings(deadline=None, max_examples=80, derandomize=True)
 Edge = tuple[int, int, int]

@@ -17,7 +17,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat
-from remat.errors import BudgetError
+from remat.core.errors import BudgetError
 from remat.policies import POLICIES, get_policy
 
 Program = tuple[Callable[..., jax.Array], tuple[Any, ...]]

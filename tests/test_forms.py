@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.errors import PolicyError
-from remat.forms import (
+from remat.core.errors import PolicyError
+from remat.core.forms import (
     ENCODINGS,
     applicable,
     code_bits,
@@ -21,7 +21,7 @@ from remat.forms import (
     is_lossless,
     stored_bytes,
 )
-from remat.graph import Value
+from remat.core.graph import Value
 
 WIDTHS = {"bool": 1, "int8": 1, "int16": 2, "int32": 4, "uint32": 4, "int64": 8, "float32": 4}
 WIDTHS |= {"float64": 8, "float16": 2, "bfloat16": 2, "complex64": 8}

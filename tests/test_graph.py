@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs, seeded_graph
 
-from remat.graph import Graph, Value
+from remat.core.graph import Graph, Value
 
 
 def change_op(graph: Graph, index: int, **fields: object) -> Graph:

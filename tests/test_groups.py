@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from random_graphs import GraphBuilder
 
-from remat.errors import PolicyError
-from remat.graph import Graph
+from remat.core.errors import PolicyError
+from remat.core.graph import Graph
 from remat.policies.min_cut import between_groups
 
 

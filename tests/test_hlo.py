@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from remat.errors import CompileError, RematError
-from remat.hlo import element_width_bits, parse_instruction, parse_module, parse_shape
-from remat.kernels import Kernel, find_kernels
-from remat.trip_count import derived_trip_count, known_trip_count
+from remat.compiler.hlo import element_width_bits, parse_instruction, parse_module, parse_shape
+from remat.compiler.kernels import Kernel, find_kernels
+from remat.compiler.trip_count import derived_trip_count, known_trip_count
+from remat.core.errors import CompileError, RematError
 
 SCAN = """\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[64,1024]{1,0})->f32[1024]{0}}

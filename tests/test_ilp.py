@@ -16,17 +16,17 @@ from random_graphs import laws
 from test_budget import training_graph
 
 import remat
-import remat.policies._within as within_module
+import remat.policies.buffers.within as within_module
 import remat.policies.checkmate as checkmate_module
 import remat.policies.ilp as ilp_module
 from models import gpt, mlp
-from remat.errors import BudgetError, PolicyError, RematWarning
-from remat.graph import Graph
+from remat.core.errors import BudgetError, PolicyError, RematWarning
+from remat.core.graph import Graph
 from remat.policies import Auto, Checkmate, Ilp, MinCut, Policy, Revolve, Sublinear
-from remat.policies._milp import solve_restricted
 from remat.policies.base import Decision, describe_options
-from remat.policies.condense import condense
-from remat.policies.problem import peak_of_order, replay
+from remat.policies.buffers.condense import condense
+from remat.policies.exact.milp import solve_restricted
+from remat.policies.solvers.problem import peak_of_order, replay
 
 seeds = st.integers(0, 2**20)
 PICOSECONDS = 10**12
@@ -260,7 +260,7 @@ def test_the_same_decision_twice() -> None:
 def test_without_numba_the_clock_stops_the_search_and_the_plan_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("remat.policies._search.is_compilable", lambda: False)
+    monkeypatch.setattr("remat.policies.solvers.search.is_compilable", lambda: False)
     monkeypatch.setattr(within_module, "is_compilable", lambda: False)
     graph = graph_of_the_network()
     with pytest.warns(RematWarning, match=r"numba is not installed.* 50 to 100 times slower"):
@@ -282,7 +282,7 @@ def test_with_numba_the_plan_does_not_mention_it() -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """Costs as `remat.cost.measure` returns them."""
+    """Costs as `remat.core.cost.measure` returns them."""
 
     fingerprint: str
     measured_seconds: Mapping[int, float] = field(hash=False)
@@ -318,7 +318,7 @@ def test_costs_of_another_function_are_refused() -> None:
 
 
 def test_costs_that_were_measured_are_accepted(tmp_path: Any) -> None:
-    from remat.cost import measure
+    from remat.core.cost import measure
 
     def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
         for i in range(4):

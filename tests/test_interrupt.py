@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import remat
-from remat.interrupt import Keyboard, interrupted, planning, raise_interrupt, say, solver_says
+from remat.core.interrupt import Keyboard, interrupted, planning, raise_interrupt, say, solver_says
 from remat.policies import Ilp
 
 DEEP, ROWS, WIDTH = 10, 64, 32
@@ -239,7 +239,7 @@ def test_a_policy_on_its_own_does_not_go_on() -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("remat.policies._within.solve_chain", pressed)
+        patch.setattr("remat.policies.buffers.within.solve_chain", pressed)
         policy = Ilp(method="search", effort=1)
         policy.decide_within(
             graph, int(0.6 * remat.policies.ilp.peak_of_order(policy._condensed(graph).problem))
@@ -283,7 +283,7 @@ def test_other_threads_plan_without_watching() -> None:
 
 def test_solvers_report_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("remat.interrupt.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("remat.core.interrupt.time.perf_counter", lambda: now[0])
     lines: list[str] = []
     with planning(lines.append):
         progress = solver_says("solver", 200.0)

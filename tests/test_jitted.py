@@ -15,7 +15,7 @@ from flax import nnx, struct
 
 import remat
 import remat.nnx
-from remat.jitted import has_nnx_modules, jitted
+from remat.trace.jitted import has_nnx_modules, jitted
 
 X = jnp.linspace(-1, 1, 512 * 16).reshape(512, 16)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.policies._ilp_any import build_any
-from remat.policies._ilp_cut import cut_bound
-from remat.policies._ilp_highs import run_mip
-from remat.policies._joint_bound import joint_bound
-from remat.policies._relaxed import relaxed
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.exact.any_order import build_any
+from remat.policies.exact.cut import cut_bound
+from remat.policies.exact.highs import run_mip
+from remat.policies.exact.joint_bound import joint_bound
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
+from remat.policies.solvers.relaxed import relaxed
 from tests.test_chains import chain_a, cheapest
 
 

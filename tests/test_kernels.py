@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat.hlo import parse_module
-from remat.kernels import Kernel, find_kernels
+from remat.compiler.hlo import parse_module
+from remat.compiler.kernels import Kernel, find_kernels
 
 
 def kernels_of(text: str) -> dict[str, Kernel]:

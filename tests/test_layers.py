@@ -1,227 +1,115 @@
-"""The way through the house: dependencies run in one direction, read off the sources with `ast`."""
+"""The way through the house: imports run in one direction, as `tests/rooms.py` reads them off the sources."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+import subprocess
+import sys
 
+import networkx as nx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.rooms import DOORS, FILES, FRAMEWORKS, ROOMS, ROOT, arrows, imports_of, room_of, targets
 
-# A module imports from layers above its own line only, or from its own line where that makes no circle.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "barriers", "deferred", "_compat", "deadline", "interrupt", "primitives", "pooling"),
-    ("calls", "jitted", "custom_rules"),
-    ("devices", "graph", "hlo", "target", "program", "stablehlo"),
-    ("classify", "split"),
-    ("forms", "ranges", "decisions", "symbolic", "toolchain"),
-    ("plan", "cost", "hlo_flops", "trip_count", "encode"),
-    ("schedule", "simulate", "memory", "report", "kernels", "planner"),
-    ("opaque",),
-    ("plan_file", "plan_diff"),
-    ("policies",),
-    ("planning", "compiled", "time_limit"),
-    ("resort",),
-    ("budget", "loops"),
-    ("trace", "compile"),
-    ("rewrite",),
-    ("rules",),
-    ("operators",),
-    ("operator_matching", "operator_library"),
-    ("operator_substitution",),
-    ("lower", "resolve"),
-    ("segments", "override", "api"),
-    ("linen", "nnx", "equinox", "compare", "measure", "pareto", "fitting", "fit", "batch", "lossy"),
-    ("plot",),
-    ("cli",),
-    ("__main__",),
-)
-
-# Knowing exceptions: imports that point downwards. Each is delayed until a method is called.
+# Knowing exceptions, delayed until a method is called.
 DELAYED = {
-    ("remat.plan", "remat.simulate"): "plan.timeline() replays the plan",
-    ("remat.plan", "remat.report"): "str(plan) is the report",
-    ("remat.api", "remat.nnx"): "remat.plan of a function of NNX's modules",
-    ("remat.plan", "remat.api"): "plan.annotate(f) applies the plan",
-    ("remat.plan", "jax"): "plan.policy is a policy of jax",
-    ("remat.plan", "remat.memory"): "a plan with its loops has another peak",
-    ("remat.plan", "remat.plan_file"): "plan.to_json() writes a file",
-    ("remat.cost", "remat.measure"): "remat.cost.measure runs operators, with jax",
+    ("remat.plans.plan", "remat.api"): "plan.annotate(f) applies the plan",
+    ("remat.plans.plan", "jax"): "plan.policy is a policy of jax",
 }
-
-# The planning half of the house: plain data, testable and portable without jax.
-WITHOUT_JAX = (
-    "budget",
-    "compiled",
-    "cost",
-    "deadline",
-    "devices",
-    "errors",
-    "forms",
-    "graph",
-    "hlo",
-    "hlo_flops",
-    "kernels",
-    "loops",
-    "memory",
-    "opaque",
-    "plan",
-    "plan_diff",
-    "plan_file",
-    "planner",
-    "planning",
-    "plot",
-    "primitives",
-    "report",
-    "resort",
-    "schedule",
-    "simulate",
-    "stablehlo",
-    "target",
-    "time_limit",
-    "toolchain",
-    "trip_count",
-)
+WITHOUT_JAX = (*ROOMS[: ROOMS.index("compat")], "planning")
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib")
-OUTSIDE = ("models", "tests", "benchmarks", "examples")
+OUTSIDE = {"models", "tests", "benchmarks", "examples"}
+MAX_FILES = 15
+MAX_LINES = 500
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported module; `delayed` if it is not imported when the importing module is."""
-
-    module: str
-    delayed: bool
+def _others(module: str) -> set[str]:
+    return {t for t in targets(module) if (module, t) not in DELAYED}
 
 
-def _module_names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "imports are absolute"
-        # `from remat import _compat` imports a module, `from remat.plan import Plan` a name.
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
-
-
-def _walk(node: ast.AST, delayed: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-        is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        for name in _module_names(child):
-            yield Import(name, delayed)
-        yield from _walk(child, delayed or is_function or is_typing)
-
-
-def _files() -> dict[str, Path]:
-    remat = {f"remat.{path.stem}": path for path in (ROOT / "remat").glob("*.py")}
-    remat |= {f"remat.policies.{p.stem}": p for p in (ROOT / "policies").glob("*.py")}
-    return {name: path for name, path in sorted(remat.items()) if path.stem != "__init__"}
-
-
-FILES = _files()
-
-
-@cache
-def imports_of(path: Path) -> tuple[Import, ...]:
-    """Every import of a file, with the imports inside functions."""
-    return tuple(_walk(ast.parse(path.read_text()), delayed=False))
-
-
-def _is_in(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
-
-
-def _room(module: str) -> str | None:
-    """The part of `remat` that a module name lies in: `remat.policies.base.Decision` -> `policies`."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "remat" and len(parts) > 1 else None
-
-
-def _layer(room: str) -> int:
-    return next(i for i, layer in enumerate(LAYERS) if room in layer)
-
-
-def test_every_module_has_a_layer() -> None:
-    rooms = [room for layer in LAYERS for room in layer]
-    assert len(rooms) == len(set(rooms))
-    present = {_room(name) for name in FILES}
-    assert present <= set(rooms), "place the new module in LAYERS"
-    assert set(rooms) <= present, "a module of LAYERS is gone"
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_upwards(name: str) -> None:
-    own = _layer(_room(name) or "")
-    for entry in imports_of(FILES[name]):
-        room = _room(entry.module)
-        if room is None or f"remat.{room}" == name:
-            continue
-        if (name, f"remat.{room}") in DELAYED:
-            assert entry.delayed, (
-                f"{name} must import {entry.module} inside the function that needs it"
-            )
-            continue
-        assert _layer(room) <= own, f"{name} imports {entry.module}, which lies below it"
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_what_lies_above_them(room: str) -> None:
+    for module in (m for m in FILES if room_of(m) == room):
+        for target in _others(module):
+            assert ROOMS.index(room_of(target)) <= ROOMS.index(room), f"{module} -> {target}"
 
 
 def test_there_are_no_circles() -> None:
-    """Imports within one layer are allowed; importing the modules one by one must still be possible."""
-    edges = {
-        name: {
-            f"remat.{_room(entry.module)}"
-            for entry in imports_of(path)
-            if not entry.delayed and _room(entry.module) not in (None, "policies", _room(name))
-        }
-        for name, path in FILES.items()
-        if _room(name) != "policies"
-    }
-    while edges:
-        free = {name for name, needs in edges.items() if not needs & edges.keys()}
-        assert free, f"these import each other: {sorted(edges)}"
-        edges = {name: needs for name, needs in edges.items() if name not in free}
+    """Delayed imports count, too; a package's `__init__` stands for its modules."""
+    graph = nx.DiGraph((module, target) for module in FILES for target in _others(module))
+    assert not [c for c in nx.strongly_connected_components(graph) if len(c) > 1]
 
 
-def test_exceptions_are_used() -> None:
-    for name, target in DELAYED:
-        assert any(_is_in(entry.module, target) for entry in imports_of(FILES[name]))
+def test_knowing_exceptions_are_delayed_and_used() -> None:
+    for module, target in DELAYED:
+        found = [e for e in imports_of(module) if f"{e.name}.".startswith(f"{target}.")]
+        assert found and all(e.delayed for e in found)
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if _room(n) == "policies"])
-def test_policies_know_no_jax(name: str) -> None:
-    roots = {entry.module.split(".")[0] for entry in imports_of(FILES[name])}
-    assert not roots & {"jax", "jaxlib", "flax", "optax", "equinox"}
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_small_and_have_a_purpose(room: str) -> None:
+    modules = [m for m in FILES if room_of(m) == room and not m.endswith("__init__")]
+    assert len(modules) <= MAX_FILES
+    for module in (m for m in FILES if room_of(m) == room):
+        assert ast.get_docstring(ast.parse(FILES[module].read_text())), module
 
 
 @pytest.mark.parametrize("room", WITHOUT_JAX)
 def test_plain_data_knows_no_jax(room: str) -> None:
-    name = f"remat.{room}"
-    for entry in imports_of(FILES[name]):
-        root = entry.module.split(".")[0]
-        assert root not in ("jax", "jaxlib", "flax") or (entry.delayed and (name, root) in DELAYED)
+    for module in (m for m in FILES if room_of(m) == room):
+        for entry in imports_of(module):
+            root = entry.name.split(".")[0]
+            assert root not in ("jax", "jaxlib", "flax", "optax", "equinox") or (
+                (module, root) in DELAYED and entry.delayed
+            ), module
+
+
+def test_plain_data_is_imported_and_works_where_jax_is_not() -> None:
+    modules = [m.removesuffix(".__init__") for m in FILES if room_of(m) in WITHOUT_JAX]
+    code = f"""
+import importlib, sys
+for name in ("jax", "jaxlib", "flax"):
+    sys.modules[name] = None
+for name in {modules}:
+    importlib.import_module(name)
+from remat.core.graph import Graph, Op, Value
+from remat.memory import predict
+from remat.planning.make import make_plan
+from remat.policies import get_policy
+made_by = (None, 0, 1, None)
+values = tuple(Value(i, (256,), "float32", 1024, made_by[i]) for i in range(4))
+ops = (
+    Op(0, "tanh", (0,), (1,), "forward", flops=256, bytes_moved=2048, fusible=True),
+    Op(1, "mul", (1, 3), (2,), "backward", flops=256, bytes_moved=3072, fusible=True),
+)
+graph = Graph(values, ops, inputs=(0,), cotangents=(3,), outputs=(1,), gradients=(2,))
+plan = make_plan(graph, get_policy("min_cut"))
+print(predict(plan.graph, plan.schedule).peak_bytes, plan)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 # `deferred` is a primitive of our own.
-@pytest.mark.parametrize("name", [n for n in FILES if n not in ("remat._compat", "remat.deferred")])
-def test_only_compat_touches_internals(name: str) -> None:
-    for entry in imports_of(FILES[name]):
-        assert not any(_is_in(entry.module, internal) for internal in INTERNALS), entry.module
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "compat"])
+def test_only_compat_touches_internals(room: str) -> None:
+    for module in (m for m in FILES if room_of(m) == room):
+        for entry in imports_of(module):
+            assert not any(f"{entry.name}.".startswith(f"{i}.") for i in INTERNALS), entry.name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_shipped_imports_what_is_not(name: str) -> None:
-    roots = {entry.module.split(".")[0] for entry in imports_of(FILES[name])}
-    assert not roots & set(OUTSIDE)
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_shipped_imports_what_is_not_and_flax_is_optional(room: str) -> None:
+    for module in (m for m in FILES if room_of(m) == room):
+        roots = {e.name.split(".")[0] for e in imports_of(module)}
+        now = {e.name.split(".")[0] for e in imports_of(module) if not e.delayed}
+        assert not roots & OUTSIDE, module
+        own = {module.removeprefix("remat.")} & {"equinox"} if room == "frameworks" else set()
+        allowed = own | ({"flax"} if room == "frameworks" else set())
+        assert not now & {"flax", "matplotlib", "optax", "equinox"} - allowed, module
 
 
-DOORS = ("remat.linen", "remat.nnx", "remat.equinox")
-
-
-@pytest.mark.parametrize("name", [n for n in FILES if n not in DOORS])
-def test_flax_is_optional(name: str) -> None:
-    roots = {entry.module.split(".")[0] for entry in imports_of(FILES[name]) if not entry.delayed}
-    assert not roots & {"flax", "matplotlib", "optax", "equinox"}
+def test_every_module_lies_in_a_room() -> None:
+    assert {room_of(module) for module in FILES} == set(ROOMS)
+    assert set(arrows()) == set(ROOMS)
+    assert {f"remat.{name}" for name in (*DOORS, *FRAMEWORKS)} <= set(FILES)

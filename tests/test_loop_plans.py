@@ -17,15 +17,15 @@ from random_graphs import chain, laws
 
 import remat
 from models import cases
-from remat.budget import BudgetSession
-from remat.errors import BudgetError, PlanError
-from remat.graph import Graph
-from remat.loops import BodyOption, LoopOption, body_options, choose_options, needed_bytes
-from remat.plan import LoopPlan, Plan
-from remat.planning import make_plan
+from remat.core.errors import BudgetError, PlanError
+from remat.core.graph import Graph
+from remat.planning.loops import BodyOption, LoopOption, body_options, choose_options, needed_bytes
+from remat.planning.make import make_plan
+from remat.planning.resort import limit_bytes
+from remat.planning.session import BudgetSession
+from remat.plans.plan import LoopPlan, Plan
+from remat.plans.simulate import simulate
 from remat.policies import Full, Ilp, SaveAll
-from remat.resort import limit_bytes
-from remat.simulate import simulate
 
 QUICK = Ilp(method="starts")
 LOSS, ARGS = cases.gpt_blocks_scan_small()

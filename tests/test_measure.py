@@ -21,12 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 import remat
 from models import cases
-from remat import measure as measuring
-from remat.cost import op_seconds
-from remat.devices import get_device
-from remat.errors import CompileError, PolicyError, TraceError
-from remat.measure import Costs, measure, measure_joint
-from remat.trace import Joint, trace_joint, trace_primal
+from remat.core.cost import op_seconds
+from remat.core.devices import get_device
+from remat.core.errors import CompileError, PolicyError, TraceError
+from remat.tools import measure as measuring
+from remat.tools.measure import Costs, measure, measure_joint
+from remat.trace.joint import Joint, trace_joint, trace_primal
 
 CPU = get_device("cpu")
 
@@ -193,7 +193,7 @@ def test_a_second_process_executes_nothing(tmp_path: Path, clock: FakeClock) -> 
 import sys
 from pathlib import Path
 from tests import test_measure
-from remat import measure
+from remat.tools import measure
 measure._seconds_alone = None  # calling it raises
 joint = test_measure.joint_of(*test_measure.with_a_function())
 print(measure.measure_joint(joint, cache_dir=Path(sys.argv[1])).executed)

@@ -13,14 +13,14 @@ from random_graphs import GraphBuilder, chain, graphs, laws
 
 import remat
 from models import mlp
-from remat.graph import Graph
-from remat.memory import buffers, peak_bytes, predict, predict_body
-from remat.plan import LoopPlan, Schedule, Step
-from remat.planning import make_plan
+from remat.core.graph import Graph
+from remat.memory.predict import buffers, peak_bytes, predict, predict_body
+from remat.planning.make import make_plan, with_loops
+from remat.plans.plan import LoopPlan, Schedule, Step
+from remat.plans.schedule import build_schedule, no_remat_saved
+from remat.plans.simulate import simulate
 from remat.policies import Full, SaveAll
 from remat.policies.base import required_saves
-from remat.schedule import build_schedule, no_remat_saved
-from remat.simulate import simulate
 
 HAS_GPU_COMPILER = any(
     importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")
@@ -532,7 +532,7 @@ def test_a_loop_needs_its_stacks_and_the_working_memory_of_one_iteration() -> No
 def test_a_loop_without_an_operator_in_the_graph_adds_nothing() -> None:
     plan = make_plan(chain(3, BIG, fusible=False), SaveAll())
     inner = make_plan(chain(2, BIG, fusible=False), Full())
-    assert plan.with_loops((LoopPlan("scan0", 4, inner),)).peak_bytes == plan.peak_bytes
+    assert with_loops(plan, (LoopPlan("scan0", 4, inner),)).peak_bytes == plan.peak_bytes
 
 
 # --- scale and the compiler --------------------------------------------------------------------------

@@ -21,13 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_chains import chain_a, chain_a_extra, chain_b, chain_b_extra, forward_steps
 
-import remat.policies._milp as milp
-from remat.policies import _checkmate_model
-from remat.policies._checkmate_model import round_lp, solve_checkmate
-from remat.policies._ilp_highs import run_lp, run_mip
-from remat.policies._ilp_rows import INF, Rows, size_scale
-from remat.policies._ilp_stages import build_staged, plan_stages, relax_stages
-from remat.policies._milp import (
+import remat.policies.exact.milp as milp
+from remat.policies.exact import checkmate_model as _checkmate_model
+from remat.policies.exact.checkmate_model import round_lp, solve_checkmate
+from remat.policies.exact.highs import run_lp, run_mip
+from remat.policies.exact.milp import (
     Solved,
     cut_bound,
     lp_bound,
@@ -35,7 +33,9 @@ from remat.policies._milp import (
     smallest_budget,
     solve_restricted,
 )
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.exact.rows import INF, Rows, size_scale
+from remat.policies.exact.stages import build_staged, plan_stages, relax_stages
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
 
 State = tuple[int, int, frozenset[int]]  # stage, first position left in it, live values
 

@@ -14,9 +14,9 @@ from policy_table import PolicyRow, cuts
 from random_graphs import GraphBuilder, graphs, laws
 
 import remat
-from remat.devices import get_device
-from remat.graph import Graph, Op
-from remat.plan import Plan, Saved
+from remat.core.devices import get_device
+from remat.core.graph import Graph, Op
+from remat.plans.plan import Plan, Saved
 from remat.policies import MinCut, SaveAll
 
 INFINITY = float("inf")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from models import cases, googlenet, mobilenet, unet, vgg
-from remat import primitives
+from remat.core import primitives
 
 VGG_MICRO = vgg.VGGConfig(stages=(1, 2), filters=4, hidden=8, classes=10)
 MOBILENET_MICRO = mobilenet.MobileNetConfig(

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from test_choice import choice_problems
 from test_milp import small_problems, training
 
-from remat.policies import _monet_solve
-from remat.policies._checkmate_model import solve_checkmate
-from remat.policies._ilp_highs import run_mip
-from remat.policies._milp import smallest_budget, solve_restricted
-from remat.policies._monet_model import build_monet
-from remat.policies._monet_solve import SolvedChoice, solve_monet
-from remat.policies.choice import Choice, ChoiceProblem, replay_choices
-from remat.policies.problem import peak_of_order
+from remat.policies.exact import monet_solve as _monet_solve
+from remat.policies.exact.checkmate_model import solve_checkmate
+from remat.policies.exact.highs import run_mip
+from remat.policies.exact.milp import smallest_budget, solve_restricted
+from remat.policies.exact.monet_model import build_monet
+from remat.policies.exact.monet_solve import SolvedChoice, solve_monet
+from remat.policies.solvers.choice import Choice, ChoiceProblem, replay_choices
+from remat.policies.solvers.problem import peak_of_order
 
 State = tuple[int, int, frozenset[int]]  # stage, first position left in it, live values
 Found = tuple[float, tuple[int, ...], list[int]]

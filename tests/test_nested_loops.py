@@ -19,20 +19,21 @@ from test_compile import gpu_compile
 from versions import ZEROS_OF_STACKS_ARE_MADE_AT_ONCE
 
 import remat
-from remat.compile import compile_report
-from remat.errors import BudgetError, PlanError
-from remat.graph import Graph
-from remat.loops import LoopPrices, body_options, chunk_plan, loop_options
-from remat.lower import StagedFunction
-from remat.memory import peak_bytes, predict_body
-from remat.plan import LoopPlan, Plan
-from remat.plan_diff import diff
-from remat.planner import NO_CHUNKS, SteadyPlanner, is_rest, rest_of, whole_of
-from remat.planning import make_plan
+from remat.compiler.compile import compile_report
+from remat.core.errors import BudgetError, PlanError
+from remat.core.graph import Graph
+from remat.lower.staged import StagedFunction
+from remat.memory.predict import peak_bytes, predict_body
+from remat.planning.loops import LoopPrices, body_options, chunk_plan, loop_options
+from remat.planning.make import make_plan
+from remat.planning.planners import PlanPlanner
+from remat.planning.protocol import NO_CHUNKS, SteadyPlanner
+from remat.plans.diff import diff
+from remat.plans.paths import is_rest, rest_of, whole_of
+from remat.plans.plan import LoopPlan, Plan
+from remat.plans.simulate import simulate
 from remat.policies import Full, Ilp, MinCut, Policy
-from remat.resolve import PlanPlanner
-from remat.simulate import simulate
-from remat.trace import trace_primal
+from remat.trace.joint import trace_primal
 
 QUICK, FULL = Ilp(method="starts"), Full()
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -382,7 +383,7 @@ def test_the_smallest_peak_named_is_below_that_of_whole_loops_and_can_be_met() -
 def test_what_is_left_over_at_every_level_is_planned_like_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("remat.loops._chunkings", lambda trips: [(11, 4)])
+    monkeypatch.setattr("remat.planning.loops._chunkings", lambda trips: [(11, 4)])
     args = layer_args(37, 2048)
     with pytest.raises(BudgetError) as refused:
         remat.plan(layers, *args, remat_policy=QUICK, budget=1)

@@ -13,7 +13,7 @@ import pytest
 from new_primitives import new_primitive
 
 import remat
-from remat.opaque import opaque_values
+from remat.planning.opaque import opaque_values
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 W = jax.ShapeDtypeStruct((128, 128), jnp.float32)

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from remat import operators
-from remat.errors import ImplementationError
-from remat.operator_matching import find_sites
-from remat.operator_substitution import with_implementations
-from remat.operators import (
+from remat.core.errors import ImplementationError
+from remat.rewrite import operators
+from remat.rewrite.matching import find_sites
+from remat.rewrite.operators import (
     Implementation,
     check_implementation,
     implementations,
     register_implementation,
     unregister_implementation,
 )
-from remat.program import evaluate, program_of
-from remat.trace import trace_joint
+from remat.rewrite.substitution import with_implementations
+from remat.trace.joint import trace_joint
+from remat.trace.program import evaluate, program_of
 
 SOFTMAX, LOG_SOFTMAX, RELU, BATCH_NORM = (
     implementations(name)[0] for name in ("softmax", "log_softmax", "relu", "batch_norm")

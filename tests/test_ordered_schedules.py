@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from random_graphs import GraphBuilder, chain, graphs, laws, rngs
 
 import remat
-from remat.errors import ScheduleError
-from remat.graph import Graph
-from remat.plan import Schedule, Step
-from remat.planning import make_plan, plan_from_saved
+from remat.core.errors import ScheduleError
+from remat.core.graph import Graph
+from remat.planning.make import make_plan, plan_from_saved
+from remat.plans.plan import Schedule, Step
+from remat.plans.schedule import build_schedule
+from remat.plans.simulate import simulate
 from remat.policies import Auto, Checkmate, Ilp, Policy, Revolve, Sublinear
 from remat.policies.base import Decision
-from remat.policies.condense import Condensed, condense
-from remat.schedule import build_schedule
-from remat.simulate import simulate
+from remat.policies.buffers.condense import Condensed, condense
 from tests.programs import (
     TRANSFORMS,
     described,

@@ -111,7 +111,7 @@ def test_the_version_has_one_value() -> None:
 
 def test_the_command_is_declared() -> None:
     module, _, function = PROJECT["project"]["scripts"]["remat"].partition(":")
-    assert module == "remat.cli"
+    assert module == "remat.tools.cli"
     assert callable(getattr(importlib.import_module(module), function))
 
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from random_graphs import chain, graphs, laws, seeded_graph
 
 import remat
-from remat.errors import PlanError
-from remat.graph import Graph, Value
-from remat.plan import Certificate, LoopPlan, Plan, Schedule, Step, form_of, stored_bytes
-from remat.planning import make_plan
+from remat.core.errors import PlanError
+from remat.core.graph import Graph, Value
+from remat.planning.make import make_plan, with_loops
+from remat.plans.plan import Certificate, LoopPlan, Plan, Schedule, Step, form_of, stored_bytes
 from remat.policies import Full, MinCut, SaveAll
 
 
@@ -71,14 +71,14 @@ def test_the_digest_sees_every_decision(plan: Plan) -> None:
         make_plan(chain(3), SaveAll()),
         make_plan(chain(4), Full()),
         replace(plan, schedule=Schedule((*plan.schedule.steps, Step("free", 1)))),
-        plan.with_loops((LoopPlan("scan0", 2, plan),)),
+        with_loops(plan, (LoopPlan("scan0", 2, plan),)),
     ]
     assert len({plan.digest(), *(other.digest() for other in others)}) == 5
 
 
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = (
-        "from random_graphs import seeded_graph; from remat.planning import make_plan;"
+        "from random_graphs import seeded_graph; from remat.planning.make import make_plan;"
         "from remat.policies import MinCut; print(make_plan(seeded_graph(5), MinCut(), "
         "barriers=False).digest())"
     )
@@ -99,8 +99,8 @@ def test_a_plan_file_reads_back(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_loops_survive_the_round_trip(plan: Plan) -> None:
-    inner = plan.with_loops((LoopPlan("scan0", 3, plan),))
-    outer = plan.with_loops((LoopPlan("scan0", 5, inner), LoopPlan("scan1", 2, plan)))
+    inner = with_loops(plan, (LoopPlan("scan0", 3, plan),))
+    outer = with_loops(plan, (LoopPlan("scan0", 5, inner), LoopPlan("scan1", 2, plan)))
     assert Plan.from_json(outer.to_json()) == outer
 
 
@@ -156,7 +156,7 @@ def test_a_folder_is_no_plan(tmp_path: Path) -> None:
 def test_a_loop_adds_its_length_times_its_own_repetitions(plan: Plan) -> None:
     body = make_plan(chain(4), SaveAll())
     other = make_plan(chain(2), Full())
-    outer = plan.with_loops((LoopPlan("scan0", 10, body), LoopPlan("scan1", 3, other)))
+    outer = with_loops(plan, (LoopPlan("scan0", 10, body), LoopPlan("scan1", 3, other)))
     for field in ("recompute_flops", "recompute_seconds"):
         expected = getattr(plan, field) + 10 * getattr(body, field) + 3 * getattr(other, field)
         assert getattr(outer, field) == pytest.approx(expected, rel=1e-12)
@@ -167,7 +167,7 @@ def test_a_loop_adds_its_length_times_its_own_repetitions(plan: Plan) -> None:
 def test_what_a_body_keeps_is_a_result_of_the_loop_and_counts_once(plan: Plan) -> None:
     """Without rematerialization the body would keep more: only the baseline grows."""
     body = replace(plan, saved_bytes=5, baseline_saved_bytes=12, peak_bytes=7)
-    outer = plan.with_loops((LoopPlan("scan0", 10, body),))
+    outer = with_loops(plan, (LoopPlan("scan0", 10, body),))
     assert outer.saved_bytes == plan.saved_bytes
     assert outer.baseline_saved_bytes == plan.baseline_saved_bytes + 10 * (12 - 5)
     # This graph has no loop operator, so no working memory of the body comes on top.
@@ -190,12 +190,12 @@ def test_saved_bytes_of_a_traced_loop_are_those_stacked() -> None:
 
 
 def test_opaque_operators_of_a_loop_say_which_loop(plan: Plan) -> None:
-    outer = plan.with_loops((LoopPlan("scan0", 2, replace(plan, opaque=("a callback",))),))
+    outer = with_loops(plan, (LoopPlan("scan0", 2, replace(plan, opaque=("a callback",))),))
     assert outer.opaque == ("scan0: a callback",)
 
 
 def test_an_unknown_loop_is_an_error_that_lists_the_loops(plan: Plan) -> None:
-    outer = plan.with_loops((LoopPlan("scan0", 2, plan),))
+    outer = with_loops(plan, (LoopPlan("scan0", 2, plan),))
     with pytest.raises(PlanError, match=r"scan1.*\['scan0'\]"):
         outer.loop("scan1")
 

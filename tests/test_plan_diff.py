@@ -16,10 +16,10 @@ from random_graphs import GraphBuilder, chain, graphs, laws, seeded_graph
 from versions import TANH_KEEPS_ONE_ARRAY
 
 import remat
-from remat.graph import Graph
-from remat.plan import Certificate, LoopPlan, Plan, Schedule, Step
-from remat.plan_diff import Change, PlanDiff, diff, first_difference
-from remat.planning import make_plan
+from remat.core.graph import Graph
+from remat.planning.make import make_plan
+from remat.plans.diff import Change, PlanDiff, diff, first_difference
+from remat.plans.plan import Certificate, LoopPlan, Plan, Schedule, Step
 from remat.policies import Full, MinCut, SaveAll
 
 

@@ -23,11 +23,11 @@ from policy_table import PolicyRow, rows
 from random_graphs import chain, graphs, laws, seeded_graph
 
 from remat import __version__
-from remat.errors import PlanError
-from remat.graph import Graph, Op, Value
-from remat.plan import Certificate, LoopPlan, Plan, Recomputed, Saved, Schedule, Step
-from remat.plan_file import FORMAT_VERSION, _codec, dump_plan, write_plan
-from remat.planning import make_plan
+from remat.core.errors import PlanError
+from remat.core.graph import Graph, Op, Value
+from remat.planning.make import make_plan, with_loops
+from remat.plans.file import FORMAT_VERSION, _codec, dump_plan, write_plan
+from remat.plans.plan import Certificate, LoopPlan, Plan, Recomputed, Saved, Schedule, Step
 from remat.policies import Full, MinCut, SaveAll
 
 
@@ -60,7 +60,7 @@ def body_of(text: str) -> str:
 @laws(12)
 def test_reading_is_the_inverse_of_writing(row: PolicyRow, graph: Graph) -> None:
     plan = make_plan(graph, row.factory(), barriers=False)
-    outer = plan.with_loops((LoopPlan("scan0", 3, make_plan(graph, Full(), barriers=False)),))
+    outer = with_loops(plan, (LoopPlan("scan0", 3, make_plan(graph, Full(), barriers=False)),))
     for made in (plan, outer):
         text = made.to_json()
         again = Plan.from_json(text)
@@ -226,7 +226,7 @@ def test_the_last_line_says_who_wrote_the_file_and_when(plan: Plan, tmp_path: Pa
 
 def test_another_process_writes_the_same_bytes() -> None:
     code = (
-        "import hashlib; from random_graphs import seeded_graph; from remat.planning import make_plan;"
+        "import hashlib; from random_graphs import seeded_graph; from remat.planning.make import make_plan;"
         "from remat.policies import MinCut; "
         "text = make_plan(seeded_graph(5), MinCut(), barriers=False).to_json(); "
         "print(hashlib.sha256(text.rpartition(chr(10) + chr(34) + 'made')[0].encode()).hexdigest())"
@@ -624,7 +624,7 @@ JUNK = (None, True, -1, 7, 10**30, 1.5, float("inf"), "", "junk", [], {}, [[]], 
 def test_damage_anywhere_is_never_another_error(seed: int) -> None:
     rng = random.Random(seed)
     plan = make_plan(seeded_graph(seed % 50), MinCut(), barriers=False)
-    data = plan.with_loops((LoopPlan("scan0", 2, plan),)).to_dict()
+    data = with_loops(plan, (LoopPlan("scan0", 2, plan),)).to_dict()
     for _ in range(rng.choice((1, 1, 3))):
         container, key = rng.choice(list(_nodes(data)))
         if rng.random() < 0.3:

@@ -12,11 +12,11 @@ import pytest
 
 import remat
 from models import cases
-from remat.compare import Row
-from remat.pareto import Pareto
-from remat.plan import Plan
-from remat.plot import PlotError, check_path, pareto, timeline, timeline_curves, tradeoff
-from remat.report import human_bytes
+from remat.plans.plan import Plan
+from remat.plans.report import human_bytes
+from remat.tools.compare import Row
+from remat.tools.pareto import Pareto
+from remat.tools.plot import PlotError, check_path, pareto, timeline, timeline_curves, tradeoff
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install remat[plot])")
 

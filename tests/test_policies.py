@@ -17,14 +17,14 @@ from policy_table import POLICY_TABLE, PolicyRow, cuts, rows
 from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs
 
 import remat
-from remat.errors import PolicyError
-from remat.forms import stored_bytes
-from remat.graph import Graph
-from remat.plan import Plan
-from remat.planning import make_plan
+from remat.core.errors import PolicyError
+from remat.core.forms import stored_bytes
+from remat.core.graph import Graph
+from remat.planning.make import make_plan
+from remat.plans.plan import Plan
+from remat.plans.simulate import simulate
 from remat.policies import POLICIES, Full, MinCut, Names, Policy, SaveAll, get_policy
 from remat.policies.base import describe_options, required_saves
-from remat.simulate import simulate
 
 # --- the table -----------------------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ def test_what_is_counted_as_recomputed_is_what_the_schedule_repeats(
 @given(graph=graphs())
 @laws()
 def test_recompute_seconds_count_every_repetition(row: PolicyRow, graph: Graph) -> None:
-    from remat.cost import op_seconds
-    from remat.devices import get_device
+    from remat.core.cost import op_seconds
+    from remat.core.devices import get_device
 
     plan = make_plan(graph, row.factory())
     device = get_device(plan.device)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from remat import pooling
-from remat.compile import CompileReport, compile_report
-from remat.errors import TraceError
+from remat.compiler.compile import CompileReport, compile_report
+from remat.core.errors import TraceError
+from remat.rewrite import pooling
 
 _HAS_PLUGIN = any(
     importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from remat.primitives import TABLE, OpClass, OpCost, aval_bytes, aval_size, classify, flops
+from remat.core.primitives import TABLE, OpClass, OpCost, aval_bytes, aval_size, classify, flops
 
 _FLOAT32 = np.dtype("float32")
 
@@ -106,7 +106,7 @@ def test_every_primitive_of_the_installed_jax_is_in_the_table() -> None:
     names = json.loads(done.stdout.splitlines()[-1])
     assert len(names) > 300  # the enumeration itself works
     missing = sorted(set(names) - TABLE.keys() - _BY_LOWERING)
-    assert not missing, f"classify these in remat/primitives.py: {missing}"
+    assert not missing, f"classify these in remat/core/primitives.py: {missing}"
 
 
 def test_jax_names_of_call_like_primitives_in_all_supported_versions() -> None:

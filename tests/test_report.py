@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat
 from models import cases
-from remat.plan import Plan
-from remat.report import (
+from remat.plans.plan import Plan
+from remat.plans.report import (
     describe,
     human_bytes,
     human_flops,

@@ -13,13 +13,13 @@ import pytest
 from versions import MAXIMUM_COMPARES_OPERANDS
 
 import remat
-from remat.graph import required_sites
-from remat.plan import stored_bytes
+from remat.core.graph import required_sites
+from remat.plans.plan import stored_bytes
 from remat.policies import Gist, MinCut, Monet
-from remat.program import evaluate
-from remat.rewrite import Menu
-from remat.rules import RULES
-from remat.trace import Joint, trace_joint, trace_primal
+from remat.rewrite.menu import Menu
+from remat.rewrite.rules import RULES
+from remat.trace.joint import Joint, trace_joint, trace_primal
+from remat.trace.program import evaluate
 
 ROWS, WIDTH = 64, 128
 ELEMENTS = ROWS * WIDTH

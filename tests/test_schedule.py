@@ -11,12 +11,12 @@ from random_graphs import GraphBuilder, chain, graphs, laws
 
 import remat
 from models.mlp import boundary_names, residual_mlp
-from remat.graph import Graph
-from remat.plan import Plan, Step
+from remat.core.graph import Graph
+from remat.plans.plan import Plan, Step
+from remat.plans.schedule import build_schedule, no_remat_saved, stage_points
+from remat.plans.simulate import simulate
 from remat.policies import Names
 from remat.policies.base import required_saves
-from remat.schedule import build_schedule, no_remat_saved, stage_points
-from remat.simulate import simulate
 from tests.programs import described, needed_for
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layered import chain, graph_folder, layered, published, training
-from remat.policies import _search as searching
-from remat.policies import _search_kernel as kernel
-from remat.policies._search import Found, SearchState, is_compilable, renumbered, search
-from remat.policies.problem import Problem, peak_of_order, replay
+from remat.policies.solvers import search as searching
+from remat.policies.solvers import search_kernel as kernel
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
+from remat.policies.solvers.search import Found, SearchState, is_compilable, renumbered, search
 
 # --- problems and oracles --------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.errors import PolicyError
-from remat.policies._segments import (
+from remat.core.errors import PolicyError
+from remat.policies.buffers.within import as_late_as_possible
+from remat.policies.solvers.problem import Problem, peak_of_order, replay
+from remat.policies.solvers.segments import (
     SegmentPlan,
     budgeted_segments,
     crossing_bytes,
@@ -25,8 +27,6 @@ from remat.policies._segments import (
     sequence_of_saved,
     sqrt_segments,
 )
-from remat.policies._within import as_late_as_possible
-from remat.policies.problem import Problem, peak_of_order, replay
 from tests.programs import public_graph, random_sequence
 
 

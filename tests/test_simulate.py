@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from random_graphs import GraphBuilder, chain, graphs, laws
 
-from remat.errors import ScheduleError
-from remat.graph import Graph
-from remat.plan import Schedule, Step
-from remat.schedule import build_schedule, no_remat_saved
-from remat.simulate import Timeline, simulate
+from remat.core.errors import ScheduleError
+from remat.core.graph import Graph
+from remat.plans.plan import Schedule, Step
+from remat.plans.schedule import build_schedule, no_remat_saved
+from remat.plans.simulate import Timeline, simulate
 
 TURN = Step("turn")
 

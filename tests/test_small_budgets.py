@@ -16,13 +16,13 @@ from random_graphs import graphs, laws
 from test_budget import training_graph
 
 import remat
-from remat import deadline
-from remat.budget import plan_within
-from remat.errors import BudgetError
-from remat.graph import Graph
-from remat.memory import peak_bytes
-from remat.plan import Plan
-from remat.planning import plan_from_saved
+from remat.core import deadline
+from remat.core.errors import BudgetError
+from remat.core.graph import Graph
+from remat.memory.predict import peak_bytes
+from remat.planning.make import plan_from_saved
+from remat.planning.session import plan_within
+from remat.plans.plan import Plan
 from remat.policies import (
     Auto,
     Checkmate,

@@ -12,8 +12,8 @@ import pytest
 
 import remat
 from remat import TraceError
-from remat.program import program_of
-from remat.split import inputs_with_gradient, split_planned
+from remat.lower.split import inputs_with_gradient, split_planned
+from remat.trace.program import program_of
 
 X = jnp.arange(1.0, 5.0) / 3
 

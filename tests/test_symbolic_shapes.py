@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import remat
-from remat.errors import BudgetError
+from remat.core.errors import BudgetError
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
 

@@ -15,15 +15,17 @@ import pytest
 
 import remat
 from models import mlp
-from remat import budget, deadline
-from remat.budget import plan_within
-from remat.errors import BudgetError
-from remat.graph import Graph
-from remat.plan import Certificate, Plan
-from remat.planning import make_plan
-from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Monet, Sublinear, Unchanged, _search
+from remat.core import deadline
+from remat.core.errors import BudgetError
+from remat.core.graph import Graph
+from remat.planning import session as budget
+from remat.planning.make import make_plan
+from remat.planning.session import plan_within
+from remat.planning.time_limit import TimeLimit
+from remat.plans.plan import Certificate, Plan
+from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Monet, Sublinear, Unchanged
 from remat.policies.base import Decision
-from remat.time_limit import TimeLimit
+from remat.policies.solvers import search as _search
 
 LOSS, ARGS = mlp.residual_mlp(layers=4, width=16, hidden=64, batch=64)
 GRAPH = remat.plan(LOSS, *ARGS).graph

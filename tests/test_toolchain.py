@@ -10,11 +10,17 @@ import jax
 import jaxlib
 import pytest
 
-import remat.toolchain as toolchain
-from remat._compat import cuda_data_dir
-from remat.devices import GPU_NAMES, get_device
-from remat.errors import CompileError
-from remat.toolchain import Plugin, data_dir_of_flags, find_plugin, how_to_install, missing_tools
+import remat.compiler.toolchain as toolchain
+from remat.compat.jaxprs import cuda_data_dir
+from remat.compiler.toolchain import (
+    Plugin,
+    data_dir_of_flags,
+    find_plugin,
+    how_to_install,
+    missing_tools,
+)
+from remat.core.devices import GPU_NAMES, get_device
+from remat.core.errors import CompileError
 
 H200 = get_device("h200")
 needs_plugin = pytest.mark.skipif(

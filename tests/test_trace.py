@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
 import remat
-from remat.graph import Graph, Op
+from remat.core.graph import Graph, Op
 
 F32 = jnp.float32
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from remat.policies import _search
+from remat.policies.solvers import search as _search
 from tests.fuzzing.campaign import forget_compilations, tally, try_program
 
 _FORGET_EVERY = 40  # programs

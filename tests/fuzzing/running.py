@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from remat.compile import CPU_COMPILER_OPTIONS
-from remat.errors import BudgetError, PlanError, PolicyError
+from remat.compiler.compile import CPU_COMPILER_OPTIONS
+from remat.core.errors import BudgetError, PlanError, PolicyError
 from tests.fuzzing.judge import Reference, moved
 from tests.fuzzing.programs import Program, precision
 from tests.fuzzing.variants import Variant

@@ -1,0 +1,1 @@
+"""The integer programs of a budget and what solves them: rows, stages, bounds, Checkmate's and MONeT's models."""

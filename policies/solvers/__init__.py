@@ -1,0 +1,1 @@
+"""The scheduling problem of a budget and its heuristics: replay, cuts, segments, chains, search."""

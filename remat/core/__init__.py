@@ -1,0 +1,1 @@
+"""Graphs, forms, devices, prices, primitives, errors, interrupting: plain data that every room reads."""

@@ -1,0 +1,1 @@
+"""Training steps that fit a device's memory, confirmed by the compiler."""

@@ -1,0 +1,1 @@
+"""A plan becomes a JAX function: staged, or by a policy of `jax.checkpoint`."""

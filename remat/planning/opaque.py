@@ -1,0 +1,100 @@
+"""Warns of what a plan had to keep because nobody can look into what computes it. Plain data, no jax."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from remat.core.errors import RematWarning
+from remat.core.graph import Op
+from remat.core.primitives import OpClass
+from remat.plans.plan import Plan
+from remat.plans.report import human_bytes, short_source
+
+__all__ = ["Opaque", "opaque_values", "warn_of_opaque"]
+
+_SHARE = 0.01  # of the bytes of the forward values, below which nothing is said
+_LISTED = 5
+_shown: dict[Any, Any] = {}  # so that with Python's default filters the same text is printed once
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """What the opaque operators of one name on one line of code make, and a plan keeps.
+
+    Attributes:
+        name: of the primitive.
+        source: `file:line` of the user's code, empty if unknown.
+        reason: why it is opaque.
+        nbytes: bytes kept, all iterations of loops together.
+    """
+
+    name: str
+    source: str
+    reason: str
+    nbytes: int
+
+
+def opaque_values(plan: Plan) -> tuple[tuple[Opaque, ...], int]:
+    """Returns what a plan keeps of opaque operators, largest first, and the bytes of all forward values.
+
+    Args:
+        plan: of a whole function, with the plans of its loops.
+    """
+    found: dict[tuple[str, str, str], int] = defaultdict(int)
+    total = 0
+    for room, times in _rooms(plan, 1):
+        graph = room.graph
+        kept = {entry.value for entry in room.saved} - graph.alive_anyway - graph.fixed
+        for op in graph.forward_ops():
+            if op.loop is not None:
+                continue  # a room of its own
+            total += times * sum(graph.values[v].nbytes for v in op.outputs)
+            held = times * sum(graph.values[v].nbytes for v in op.outputs if v in kept)
+            if held and _is_opaque(op):
+                found[op.name, op.source, op.reason] += held
+    entries = (Opaque(*key, nbytes) for key, nbytes in found.items())
+    return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.name))), total
+
+
+def _rooms(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
+    yield plan, times
+    for loop in plan.loops:
+        yield from _rooms(loop.plan, times * loop.length)
+
+
+def _is_opaque(op: Op) -> bool:
+    return op.kind == OpClass.OPAQUE.name and not op.recomputable
+
+
+def warn_of_opaque(plan: Plan) -> None:
+    """Warns if opaque operators on one line hold more than a per cent of the bytes of the forward values.
+
+    One `RematWarning` for a whole plan, placed at the line that holds most.
+    """
+    entries, total = opaque_values(plan)
+    large = [entry for entry in entries if entry.nbytes > _SHARE * total]
+    if not large:
+        return
+    lines = [f"  {_described(entry)}" for entry in large[:_LISTED]]
+    if len(large) > _LISTED:
+        lines.append(f"  and {len(large) - _LISTED} more")
+    share = sum(entry.nbytes for entry in large) / total
+    text = (
+        f"{share:.0%} of the {human_bytes(total)} that the forward pass makes is kept whatever the policy says, "
+        "because remat cannot look into what makes it:\n" + "\n".join(lines) + "\n"
+        "Write it with operators of jax, or leave it outside of what is wrapped. To silence this: "
+        'warnings.filterwarnings("ignore", category=remat.RematWarning).'
+    )
+    file, _, line = large[0].source.rpartition(":")
+    number = int(line) if line.isdigit() else 0
+    # Most frames are jax's: where the value is made is the place that can be changed.
+    warnings.warn_explicit(text, RematWarning, file or "remat", number, registry=_shown)
+
+
+def _described(entry: Opaque) -> str:
+    where = f" at {short_source(entry.source)}" if entry.source else ""
+    return f"{entry.name}{where} keeps {human_bytes(entry.nbytes)}: {entry.reason}"

@@ -1,0 +1,96 @@
+"""A policy's time limit, held over all of one planning. Plain data, no jax.
+
+A policy with a field `seconds` says how long one planning may take. A planning within a budget asks its policy
+several times (`remat.planning.session`): every request gets half of what is left, so that those that correct the
+first have time too. What is given is a deadline (`remat.core.deadline`) that everything inside keeps, and a copy of
+the policy with that many `seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from remat.core.deadline import limited, now, until
+from remat.core.graph import Graph
+from remat.policies.base import BudgetPolicy, Decision, Policy
+
+__all__ = ["TimeLimit"]
+
+_SHARE = 0.5  # of what is left, for the next request
+_LEAST = 0.01  # of the whole limit: so much every request gets, because no policy takes none
+
+
+class TimeLimit:
+    """The time of one planning, from the moment this is made.
+
+    The limit is that of the policy's field `seconds`, and of the policies among its fields (`Auto.ilp`); without
+    one there is none.
+
+    Args:
+        policy: as the user set it.
+    """
+
+    def __init__(self, policy: BudgetPolicy) -> None:
+        self.policy = policy
+        self.seconds = _longest(policy)
+        self.deadline = math.inf if self.seconds is None else now() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, infinity without a limit."""
+        return max(self.deadline - now(), 0.0)
+
+    def part(self, count: int) -> TimeLimit:
+        """Returns a limit with one of `count` equal parts of what is left, for one of several plannings."""
+        part = TimeLimit(self.policy)
+        part.deadline = now() + self.left / count
+        return part
+
+    def running(self) -> AbstractContextManager[None]:
+        """What happens in this context ends with the limit."""
+        return until(self.deadline)
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """Returns what the policy decides in its share of the time.
+
+        Raises:
+            BudgetError: as the policy's method.
+        """
+        if self.seconds is None:
+            return self.policy.decide_within(graph, budget_bytes)
+        given = max(_SHARE * self.left, _LEAST * self.seconds)
+        policy = _limited(self.policy, given / self.seconds)
+        with limited(given):
+            return policy.decide_within(graph, budget_bytes)
+
+
+def _settings(policy: object) -> dict[str, Any]:
+    if not is_dataclass(policy):
+        return {}
+    return {f.name: getattr(policy, f.name) for f in fields(policy) if f.init}
+
+
+def _longest(policy: object) -> float | None:
+    """The longest limit of a policy and of those it may ask; None without a finite one."""
+    found: list[float] = []
+    for name, value in _settings(policy).items():
+        seconds = value if name == "seconds" else None
+        if isinstance(value, Policy):
+            seconds = _longest(value)
+        if seconds is not None and math.isfinite(seconds):
+            found.append(seconds)
+    return max(found, default=None)
+
+
+def _limited(policy: Any, share: float) -> Any:
+    """The policy with every limit cut to a share of it."""
+    changes: dict[str, Any] = {}
+    for name, value in _settings(policy).items():
+        if name == "seconds" and value is not None:
+            changes[name] = share * value
+        elif isinstance(value, Policy):
+            changes[name] = _limited(value, share)
+    return replace(policy, **changes) if changes else policy

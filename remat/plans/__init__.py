@@ -1,0 +1,1 @@
+"""What a plan is: the record, its steps, the referee that replays them, reports, files and differences."""

@@ -1,0 +1,408 @@
+"""The printed plan: what is kept, what runs again, what that costs, and why.
+
+`describe` is `str(plan)`. Whatever repeats (the same value in every block of a network) is one row with a
+count, so that the report of a deep network is as short as that of one block. Plain text, no jax.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from remat.core.cost import op_seconds
+from remat.core.devices import get_device
+from remat.core.graph import Graph, Op
+from remat.plans.plan import LoopPlan, Plan, Recomputed, Saved
+
+__all__ = [
+    "describe",
+    "human_bytes",
+    "human_flops",
+    "human_seconds",
+    "short_scope",
+    "short_source",
+    "table",
+]
+
+WIDTH = 98
+"""Columns a line may take, indentation of loops apart; a single long word may exceed it."""
+
+_MIN_LOOP_ROWS = 4
+_WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat\d?)\(([^()]*)\)")
+_NUMBER = re.compile(r"(?<=[A-Za-z_.\[])\d+(?=\b|_|/|$)")
+_PATH = re.compile(r"(?:/|[A-Za-z]:\\)[^\s,;()]+\.py\b")
+_PACKAGES = ("site-packages", "dist-packages")
+
+Item = TypeVar("Item")
+
+
+def human_bytes(count: int | None) -> str:
+    """Returns bytes with a binary unit: `256.0 KiB`; `-` for None."""
+    if count is None:
+        return "-"
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def human_flops(count: int | None) -> str:
+    """Returns operations with a decimal unit: `5.1 MFLOP`; `-` for None."""
+    if count is None:
+        return "-"
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def human_seconds(seconds: float | None) -> str:
+    """Returns a duration with a decimal unit: `8.32 us`; `-` for None."""
+    if seconds is None:
+        return "-"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    if seconds == 0:
+        return "0 s"
+    return f"{seconds * 1e9:.3g} ns" if seconds >= 1e-9 else "under 1 ns"
+
+
+def _scaled(count: int, base: int, units: Sequence[str]) -> str:
+    if count < base:
+        return f"{count} {units[0]}"
+    size, index = float(count), 0
+    while round(size, 1) >= base and index < len(units) - 1:
+        size, index = size / base, index + 1
+    return f"{size:.1f} {units[index]}"
+
+
+def short_source(source: str) -> str:
+    """Returns `file:line` with the file relative to site-packages or to the current folder."""
+    if not source:
+        return ""
+    file, colon, line = source.rpartition(":")
+    if not (colon and line.isdigit()):
+        file, colon, line = source, "", ""
+    parts = Path(file).parts
+    for index in range(len(parts) - 1, -1, -1):
+        if parts[index] in _PACKAGES:
+            return "/".join(parts[index + 1 :]) + colon + line
+    here = os.getcwd().rstrip(os.sep) + os.sep
+    if file.startswith(here):
+        return file[len(here) :] + colon + line
+    return ("/".join(("...", *parts[-3:])) if len(parts) > 4 else file) + colon + line
+
+
+def short_scope(scope: str) -> str:
+    """Returns a named scope without the marks of jax's transformations: `jvp(GPT)/block_0` -> `GPT/block_0`."""
+    before = None
+    while scope != before:
+        before, scope = scope, _WRAPPERS.sub(r"\1", scope)
+    return "/".join(part for part in scope.split("/") if part)
+
+
+def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> list[str]:
+    """Returns rows as lines with aligned columns.
+
+    Args:
+        rows: cells, every row as many as `align` has characters.
+        align: one of `<` and `>` per column.
+        indent: spaces before every line.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True) if w]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def describe(plan: Plan, top: int = 12) -> str:
+    """Returns the explanation of a plan as text of about 100 columns.
+
+    Args:
+        plan: any plan.
+        top: how many rows to list of the kept values and of the repeated operators; identical ones share a row.
+    """
+    lines = [*_header(plan), *_rewritten(plan), "", *_body(plan, top)]
+    lines += _bullets(
+        "Opaque operators (not looked into, and what was done about them):", plan.opaque
+    )
+    lines += _bullets("Notes:", plan.notes)
+    return "\n".join(lines)
+
+
+def _header(plan: Plan) -> list[str]:
+    options = f"({plan.options})" if plan.options else ""
+    return [
+        *_wrapped(f"remat plan by policy {plan.policy_name}{options}", 0),
+        *_budget(plan),
+        *_wrapped(f"status: {_status(plan)}; planned in {plan.solve_seconds:.2f} s", 0),
+        *_wrapped(
+            f"Seconds and peaks are estimates: roofline of {plan.device}, predicted memory. "
+            "remat.compile_report asks the compiler.",
+            0,
+        ),
+    ]
+
+
+def _rewritten(plan: Plan) -> list[str]:
+    """At how many places the backward pass is computed from other values, by rule."""
+    if not plan.graph.sites:
+        return []
+    rules = Counter(site.partition("@")[0] for site in plan.graph.sites)
+    named = ", ".join(f"{rule} x{count}" for rule, count in sorted(rules.items()))
+    return _wrapped(f"Rewritten before planning: {named}.", 0)
+
+
+def _budget(plan: Plan) -> list[str]:
+    if plan.budget_bytes is None:
+        return []
+    share = plan.peak_bytes / plan.budget_bytes
+    return [
+        f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), {share:.0%} of it used"
+    ]
+
+
+def _status(plan: Plan) -> str:
+    proof = plan.certificate
+    if proof is None:
+        return f"{plan.status}, no bound on how far from optimal"
+    what, _, covers = proof.kind.partition("; ")  # of what, and which sequences the bound speaks of
+    scope = f" ({covers})" if covers else ""
+    if plan.status == "optimal":
+        return f"optimal for the policy's objective, certified: {what} = {proof.value:,}{scope}"
+    return (
+        f"{plan.status}, within {proof.gap:.2%} of the bound: {what}, {proof.value:,} "
+        f"against {proof.bound:,}{scope}"
+    )
+
+
+def _body(plan: Plan, top: int) -> list[str]:
+    lines = _summary(plan)
+    lines += ["", *_kept(plan, top), "", *_again(plan, top)]
+    for paths, entry in _distinct_loops(plan.loops):
+        lines += ["", *_loop(paths, entry, top)]
+    return lines
+
+
+def _summary(plan: Plan) -> list[str]:
+    peak = "predicted peak (estimate)"
+    rows = [
+        ("", "no remat", "this plan", "ratio", "bytes"),
+        ("kept for the backward pass", *_against(plan.baseline_saved_bytes, plan.saved_bytes)),
+        (peak, *_against(plan.baseline_peak_bytes, plan.peak_bytes)),
+        ("operations repeated", "-", human_flops(plan.recompute_flops), _share(plan), ""),
+        ("time to repeat (estimate)", "-", human_seconds(plan.recompute_seconds), "", ""),
+    ]
+    lines = table(rows, "<>>><")
+    if plan.loops:
+        lines.append("  (A loop counts as one operator in the peak; see below for its body's.)")
+    return lines
+
+
+def _against(before: int, after: int) -> tuple[str, str, str, str]:
+    ratio = f"{after / before:.0%}" if before else "-"
+    return human_bytes(before), human_bytes(after), ratio, f"{before:,} -> {after:,}"
+
+
+def _share(plan: Plan) -> str:
+    """Repeated operations relative to one step without rematerialization."""
+    loops = sum(entry.length * entry.plan.recompute_flops for entry in plan.loops)
+    step = sum(op.flops for op in plan.graph.ops) - loops
+    return f"+{plan.recompute_flops / step:.1%}" if step > 0 else "-"
+
+
+def _groups(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Items with equal keys together, in the order in which the keys first appear."""
+    found: dict[Hashable, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return list(found.values())
+
+
+def _any_number(scope: str) -> str:
+    """A scope with its block numbers blanked out: what identical blocks have in common."""
+    return _NUMBER.sub("*", short_scope(scope))
+
+
+def _common_scope(scopes: Sequence[str]) -> str:
+    return short_scope(scopes[0]) if len(set(scopes)) == 1 else _any_number(scopes[0])
+
+
+def _is_loop_result(plan: Plan, entry: Saved) -> bool:
+    producer = plan.graph.values[entry.value].producer
+    if producer is None:
+        return False
+    op = plan.graph.ops[producer]
+    return op.loop is not None or (bool(plan.loops) and op.name == "scan")
+
+
+def _kept(plan: Plan, top: int) -> list[str]:
+    def key(entry: Saved) -> Hashable:
+        if _is_loop_result(plan, entry):
+            return plan.graph.values[entry.value].producer
+        place = (_any_number(entry.scope), entry.source)
+        return (entry.label, entry.form, entry.op, entry.tags, *place, entry.why)
+
+    kept = [entry for entry in plan.saved if not entry.is_input]
+    arguments = [entry for entry in plan.saved if entry.is_input]
+    groups = sorted(_groups(kept, key), key=lambda group: -_stored(group))
+    title = (
+        f"Kept for the backward pass: {_count(len(kept), 'value')}, {human_bytes(_stored(kept))}"
+    )
+    lines = [title + (", largest first:" if kept else ".")]
+    rows = [_kept_row(plan, group) for group in groups[:top]]
+    for line, group in zip(table(rows, "><<<<") if rows else [], groups[:top], strict=True):
+        lines += [line, *_kept_why(plan, group)]
+    rest = [entry for group in groups[top:] for entry in group]
+    if rest:
+        lines.append(f"  and {len(rest)} smaller, {human_bytes(_stored(rest))} together")
+    if arguments:
+        lines.append(
+            f"  and {_count(len(arguments), 'argument')}, {human_bytes(_stored(arguments))}, alive anyway"
+        )
+    return lines
+
+
+def _kept_row(plan: Plan, group: Sequence[Saved]) -> tuple[str, ...]:
+    entry, count = group[0], len(group)
+    if _is_loop_result(plan, entry):
+        return human_bytes(_stored(group)), "", _count(count, "array"), entry.op, ""
+    label = entry.label if entry.form == "raw" else f"{entry.label} as {entry.form}"
+    tags = " ".join(f"'{tag}'" for tag in entry.tags)
+    times = f"x{count}" if count > 1 else ""
+    made = f"{entry.op} {tags}".strip()
+    return human_bytes(_stored(group)), times, label, made, short_source(entry.source)
+
+
+def _kept_why(plan: Plan, group: Sequence[Saved]) -> list[str]:
+    entry = group[0]
+    if _is_loop_result(plan, entry):
+        path = plan.graph.ops[plan.graph.values[entry.value].producer or 0].loop or "the loop"
+        return [f"{'':14}kept by the body of {path}, stacked over its iterations; see its report"]
+    why = entry.why + (" (each)" if len(group) > 1 and "flops" in entry.why else "")
+    if entry.form != "raw":
+        why += f"; raw it would take {human_bytes(sum(e.raw_bytes for e in group))}"
+    why += _otherwise(plan, group)
+    scope = _common_scope([e.scope for e in group])
+    return _wrapped(f"{scope}: {why}" if scope else why, 14)
+
+
+def _otherwise(plan: Plan, group: Sequence[Saved]) -> str:
+    """What it would cost to make the values of a group again from the others that are kept."""
+    graph, chip = plan.graph, get_device(plan.device)
+    kept = frozenset(entry.value for entry in plan.saved)
+    flops, seconds = 0, 0.0
+    for entry in group:
+        for op in _makers(graph, entry.value, kept):
+            if not op.recomputable:
+                return ""  # then `why` says so
+            flops += op.flops
+            seconds += op_seconds(graph, op, chip)
+    return f"; made again it would cost {human_flops(flops)}, {human_seconds(seconds)}"
+
+
+def _makers(graph: Graph, value: int, kept: frozenset[int]) -> list[Op]:
+    """The operators that make a value from what is kept beside it and from arguments."""
+    found: dict[int, Op] = {}
+    todo = [value]
+    while todo:
+        producer = graph.values[todo.pop()].producer
+        if producer is not None and producer not in found:
+            found[producer] = graph.ops[producer]
+            todo += [v for v in graph.ops[producer].inputs if v not in kept]
+    return list(found.values())
+
+
+def _stored(entries: Iterable[Saved]) -> int:
+    return sum(entry.nbytes for entry in entries)
+
+
+def _again(plan: Plan, top: int) -> list[str]:
+    if not plan.recomputed:
+        outside = " outside of the loops" if plan.loops else ""
+        return [f"Nothing runs again in the backward pass{outside}."]
+    groups = _groups(plan.recomputed, lambda e: (e.name, e.label, _any_number(e.scope), e.source))
+    groups.sort(key=lambda group: (-_repeated(group), -sum(e.nbytes * e.times for e in group)))
+    runs = sum(entry.times for entry in plan.recomputed)
+    lines = [
+        f"Runs again in the backward pass: {_count(runs, 'operator')}, "
+        f"{human_flops(_repeated(plan.recomputed))}, costliest first:"
+    ]
+    rows = [_again_row(group) for group in groups[:top]]
+    lines += table(_fitted(rows), "><<<<")
+    rest = [entry for group in groups[top:] for entry in group]
+    if rest:
+        runs = sum(entry.times for entry in rest)
+        lines.append(f"  and {runs} cheaper, {human_flops(_repeated(rest))} together")
+    return lines
+
+
+def _again_row(group: Sequence[Recomputed]) -> tuple[str, ...]:
+    entry, runs = group[0], sum(e.times for e in group)
+    name = entry.name + (f" x{runs}" if runs > 1 else "")
+    scope = _common_scope([e.scope for e in group])
+    return human_flops(_repeated(group)), name, entry.label, short_source(entry.source), scope
+
+
+def _repeated(entries: Iterable[Recomputed]) -> int:
+    return sum(entry.flops * entry.times for entry in entries)
+
+
+def _distinct_loops(loops: Iterable[LoopPlan]) -> list[tuple[tuple[str, ...], LoopPlan]]:
+    """Loops planned alike together, under all their paths."""
+    groups = _groups(loops, lambda loop: (loop.length, loop.chunk, loop.plan.digest()))
+    return [(tuple(loop.path for loop in group), group[0]) for group in groups]
+
+
+def _loop(paths: Sequence[str], entry: LoopPlan, top: int) -> list[str]:
+    plan = entry.plan
+    once, total = human_bytes(plan.saved_bytes), human_bytes(entry.length * plan.saved_bytes)
+    name = f"Loop {paths[0]}" if len(paths) == 1 else f"Loops {', '.join(paths)} (alike), each"
+    turns, one = _count(entry.length, "iteration"), "iteration"
+    if entry.chunk > 1:
+        turns = f"{_count(entry.length, 'chunk')} of {entry.chunk} iterations, run again in the backward pass,"
+        one = "chunk"
+    lines = _wrapped(
+        f"{name}: {turns} that keep {once}, {total} in all. "
+        f"Status {plan.status}. One {one} of {paths[0]}:",
+        0,
+    )
+    body = _body(plan, max(_MIN_LOOP_ROWS, top // 2)) + _bullets("Notes:", plan.notes)
+    return lines + [f"  {line}" if line else "" for line in body]
+
+
+def _bullets(title: str, items: Sequence[str]) -> list[str]:
+    if not items:
+        return []
+    lines = ["", title]
+    for item in items:
+        text = _PATH.sub(lambda match: short_source(match.group()), item)
+        lines += _wrapped(text, 4, first="  - ")
+    return lines
+
+
+def _wrapped(text: str, indent: int, first: str | None = None) -> list[str]:
+    margin = " " * indent
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=margin if first is None else first,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _fitted(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose last cell keeps the end of its text if the line would be too long."""
+    columns = list(zip(*rows, strict=True))[:-1]
+    room = max(16, WIDTH - sum(max(map(len, column)) + 2 for column in columns) - 2)
+    return [
+        (*rest, last if len(last) <= room else "..." + last[-(room - 3) :]) for *rest, last in rows
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

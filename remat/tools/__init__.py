@@ -1,0 +1,1 @@
+"""The command line, comparisons, trade-off curves, pictures and measurements."""

@@ -1,0 +1,145 @@
+"""What lossy forms do to gradients: measured, on the arguments given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat.api import checkpoint, plan
+from remat.core.forms import is_lossless
+
+__all__ = ["GradientError", "LeafError", "encoding_error"]
+
+
+@dataclass(frozen=True)
+class LeafError:
+    """How far one array of gradients is from plain JAX's.
+
+    Attributes:
+        name: path of the array in the arguments, `[0]['w']`.
+        relative_l2: norm of the difference over the norm of plain JAX's gradient; 0 if both are zero.
+        max_abs: largest absolute difference.
+        exact: whether it is bit-equal.
+    """
+
+    name: str
+    relative_l2: float
+    max_abs: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """What a policy's forms do to the gradients of a function.
+
+    Attributes:
+        policy: the policy's name.
+        forms: the lossy forms in use, with the bytes of the values as computed and as kept, loops not included.
+        leaves: one per differentiated array, the largest relative error first.
+    """
+
+    policy: str
+    forms: tuple[tuple[str, int, int], ...]
+    leaves: tuple[LeafError, ...]
+
+    @property
+    def max_relative_l2(self) -> float:
+        """The largest relative error of any array of gradients."""
+        return max((leaf.relative_l2 for leaf in self.leaves), default=0.0)
+
+    def __str__(self) -> str:
+        lines = [f"gradients under {self.policy} against plain JAX"]
+        lines += [f"  {form}: {raw:,} bytes kept in {kept:,}" for form, raw, kept in self.forms]
+        if not self.forms:
+            lines.append("  no lossy form in use")
+        for leaf in self.leaves[:12]:
+            error = "bit-equal" if leaf.exact else f"relative error {leaf.relative_l2:.3g}"
+            lines.append(f"  {leaf.name}: {error}, at most {leaf.max_abs:.3g}")
+        if len(self.leaves) > 12:
+            lines.append(f"  and {len(self.leaves) - 12} with smaller errors")
+        return "\n".join(lines)
+
+
+def encoding_error(
+    fun: Callable[..., Any],
+    *args: Any,
+    remat_policy: Any,
+    argnums: int | Sequence[int] = 0,
+    static_argnums: int | Iterable[int] = (),
+    seed: int = 0,
+) -> GradientError:
+    """Measures how a policy changes gradients on concrete arguments.
+
+    Both gradients are computed under `jax.jit`, for the same random cotangents of all results. A policy without
+    lossy forms is bit-equal wherever XLA compiles the same sums in the same order.
+
+    Args:
+        fun: the function, as it is handed to `remat.checkpoint`.
+        *args: concrete arguments.
+        remat_policy: as for `remat.checkpoint`, for instance `remat.policies.Gist(precision="float16")`.
+        argnums: which arguments to differentiate.
+        static_argnums: as for `remat.checkpoint`.
+        seed: of the cotangents.
+
+    Raises:
+        PolicyError, TraceError: as `remat.plan`.
+    """
+    made = plan(
+        fun, *args, remat_policy=remat_policy, argnums=argnums, static_argnums=static_argnums
+    )
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    ours = checkpoint(fun, remat_policy=remat_policy, static_argnums=static_argnums)
+    theirs, mine = (_gradients(function, args, numbers, seed) for function in (fun, ours))
+    leaves = [
+        _compared(jax.tree_util.keystr(path), plain, changed)
+        for (path, plain), changed in zip(
+            jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True
+        )
+    ]
+    leaves.sort(key=lambda leaf: -leaf.relative_l2)
+    forms: dict[str, tuple[int, int]] = {}
+    for entry in made.saved:
+        if not is_lossless(entry.form):
+            raw, kept = forms.get(entry.form, (0, 0))
+            forms[entry.form] = (raw + entry.raw_bytes, kept + entry.nbytes)
+    return GradientError(
+        made.policy_name, tuple((form, *sizes) for form, sizes in forms.items()), tuple(leaves)
+    )
+
+
+def _gradients(
+    function: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int], seed: int
+) -> Any:
+    def of(*chosen: Any) -> Any:
+        full = list(args)
+        for number, value in zip(numbers, chosen, strict=True):
+            full[number] = value
+        return function(*full)
+
+    def pulled(*chosen: Any) -> Any:
+        results, pullback = jax.vjp(of, *chosen)
+        leaves, tree = jax.tree.flatten(results)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        return pullback(jax.tree.unflatten(tree, list(map(_cotangent, keys, leaves))))
+
+    return jax.jit(pulled)(*(args[number] for number in numbers))
+
+
+def _cotangent(key: Any, result: Any) -> Any:
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return np.zeros(result.shape, jax.dtypes.float0)
+    return jax.random.normal(key, result.shape).astype(result.dtype)
+
+
+def _compared(name: str, plain: Any, changed: Any) -> LeafError:
+    first, second = (np.asarray(x).astype(np.float64) for x in (plain, changed))
+    norm = float(np.linalg.norm(first))
+    distance = float(np.linalg.norm(second - first))
+    relative = distance / norm if norm else (0.0 if distance == 0 else float("inf"))
+    exact = np.asarray(plain).tobytes() == np.asarray(changed).tobytes()
+    return LeafError(name, relative, float(np.max(np.abs(second - first), initial=0.0)), exact)

@@ -1,0 +1,340 @@
+"""A function with its plan: traced once per kind of call, planned when it is differentiated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat import compat
+from remat.compat.deferred import call_deferred
+from remat.core.errors import BudgetError, PolicyError, RematWarning, TraceError
+from remat.core.interrupt import Progress, planning
+from remat.lower.attempt import active_attempt
+from remat.lower.regions import annotate_program, differentiable_flags
+from remat.lower.staged import Planner, StagedFunction
+from remat.planning.planners import PlanPlanner, PolicyPlanner
+from remat.plans.plan import Plan
+from remat.resolve import budget_hint, resolve
+from remat.rewrite import substitution
+from remat.trace.calls import Call, Filter, Results, flatten_call, number_notes, split_results
+from remat.trace.joint import check_differentiable, trace_primal
+from remat.trace.program import Program, evaluate, lift_tracers, tags_of
+
+__all__ = [
+    "Chooser",
+    "Wrapped",
+    "both_spellings",
+    "check_options",
+    "differentiated",
+    "named_like",
+    "plan_call",
+    "static_names",
+    "static_numbers",
+]
+
+Chooser = Callable[[Call], Sequence[bool]]
+"""Says of every array of a call whether it is differentiated."""
+
+_CACHE_SIZE = 512
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A function traced for one kind of call."""
+
+    function: StagedFunction
+    results: Results
+    lifted: tuple[Any, ...]
+    by_policy: bool
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        inputs = (*self.lifted, *leaves)
+        function = self.function
+        with _hinting(function.planner):
+            if self.by_policy:
+                outs = function.combined(inputs, self._by_policy)
+            else:
+                outs = function(*inputs)
+        return self.results.rebuild(outs)
+
+    @functools.cached_property
+    def _by_policy(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """The program under a policy of jax."""
+        program, planner = self.function.primal, self.function.planner
+        if isinstance(planner, PlanPlanner):
+            # Which arguments are differentiated does not matter: the names are there in any case.
+            return functools.partial(self._annotated, planner.made)
+
+        def run(inputs: Sequence[Any]) -> Sequence[Any]:
+            return call_deferred(
+                lambda *values: evaluate(program, values),
+                lambda *values: self._planned(values)(values),
+                inputs,
+            )
+
+        return run
+
+    def _planned(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        program = self.function.primal
+        try:
+            plan = self.function.staged(inputs, differentiable_flags(program)).plan
+        except ValueError as error:
+            if not compat.is_forward_only(error):
+                raise
+            return functools.partial(evaluate, program)  # nothing is kept for a backward pass
+        return functools.partial(self._annotated, plan)
+
+    def _annotated(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
+        function = self.function
+        return annotate_program(function.primal, plan, inputs, prevent_cse=function.barriers)
+
+
+@contextmanager
+def _hinting(planner: Planner) -> Iterator[None]:
+    """Says of a budget of a few bytes what was probably meant, should it not be met."""
+    try:
+        yield
+    except BudgetError as error:
+        hint = budget_hint(planner.budget) if isinstance(planner, PolicyPlanner) else ""
+        if not hint or str(error).endswith(hint):
+            raise
+        peak = error.smallest_peak_bytes
+        raise BudgetError(f"{error}{hint}", smallest_peak_bytes=peak) from error
+
+
+class Wrapped:
+    """Traces a function per kind of call and remembers what it made."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        planner: PolicyPlanner | PlanPlanner,
+        static_argnums: int | Iterable[int],
+        static_argnames: str | Iterable[str],
+        prevent_cse: bool | Sequence[bool],
+        lowering: str,
+        nested_checkpoints: str,
+        is_traced: Filter | None = None,
+    ) -> None:
+        self.fun = fun
+        self.planner = planner
+        self.is_traced = is_traced
+        self.static_argnums, self.static_argnames = both_spellings(
+            fun, static_numbers(static_argnums), static_names(static_argnames)
+        )
+        # `prevent_cse` may be one flag or one per argument; a stage's barrier is all or nothing.
+        self.barriers = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+        self.inline_checkpoints = nested_checkpoints == "take_over"
+        self.by_policy = lowering == "policy"
+        self.cache = _cache_of(fun)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        nums, names = self.static_argnums, self.static_argnames
+        return flatten_call(args, kwargs, nums, names, self.is_traced)
+
+    def traced(self, call: Call) -> _Traced:
+        barriers = self.barriers and not compat.in_loop_body()
+        planner, cache = self.planner, self.cache
+        attempt = active_attempt(planner)
+        if attempt is not None:  # `remat.fit` plans all wrappers anew
+            planner, cache = attempt.planner, _cache_of(self.fun, attempt.caches)
+        key = (
+            planner,
+            barriers,
+            self.inline_checkpoints,
+            self.by_policy,
+            self.is_traced,
+            call.key,
+            tuple(map(jax.typeof, call.leaves)),  # of a shape as of an array or a tracer of it
+            compat.trace_context(),
+        )
+        found = None if call.key is None else cache.get(key)
+        if found is None:
+            found = self._trace(call, barriers, planner)
+            if not found.lifted and call.key is not None:
+                if len(cache) >= _CACHE_SIZE:
+                    cache.pop(next(iter(cache)))
+                cache[key] = found
+        if attempt is not None:
+            attempt.called(found.function, self.fun, (*found.lifted, *call.leaves))
+        return found
+
+    def _trace(self, call: Call, barriers: bool, planner: Planner) -> _Traced:
+        fun, rebuild, is_traced = self.fun, call.rebuild, self.is_traced
+
+        def flat(*leaves: Any) -> tuple[list[Any], Any]:
+            args, kwargs = rebuild(leaves)
+            return split_results(fun(*args, **kwargs), is_traced)
+
+        with _noting(call):
+            program, results = trace_primal(
+                flat,
+                call.leaves,
+                inline_checkpoints=self.inline_checkpoints,
+                keep=substitution.called_by_name(),
+            )
+        if isinstance(planner, PolicyPlanner):
+            planner = replace(planner, tags=tags_of(program))
+        program, lifted = lift_tracers(program)
+        function = StagedFunction(
+            program,
+            planner,
+            barriers=barriers,
+            inline_checkpoints=self.inline_checkpoints,
+            name_values=self.by_policy,
+        )
+        return _Traced(function, results, lifted, self.by_policy)
+
+
+@contextmanager
+def _noting(call: Call) -> Iterator[None]:
+    """Adds to an error of tracing which arguments are Python numbers."""
+    try:
+        yield
+    except TypeError as error:
+        note = number_notes(call)
+        if note:
+            error.add_note(note)
+        raise
+
+
+_Caches = weakref.WeakKeyDictionary[Any, dict[Any, _Traced]]
+_CACHES: _Caches = weakref.WeakKeyDictionary()
+
+
+def _cache_of(fun: Callable[..., Any], caches: _Caches = _CACHES) -> dict[Any, _Traced]:
+    """The traces of a function, shared by all its wrappers, so that wrapping anew costs nothing."""
+    try:
+        return caches.setdefault(fun, {})
+    except TypeError:  # not hashable or not weakly referable
+        return {}
+
+
+def static_numbers(static_argnums: int | Iterable[int]) -> frozenset[int]:
+    return frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
+
+
+def static_names(static_argnames: str | Iterable[str]) -> frozenset[str]:
+    return frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+
+
+def check_options(lowering: str, nested: str) -> None:
+    """Raises PolicyError unless both are known."""
+    if lowering not in ("staged", "policy"):
+        raise PolicyError(f"lowering={lowering!r}; expected 'staged' or 'policy'")
+    if nested not in ("take_over", "respect"):
+        raise PolicyError(f"nested_checkpoints={nested!r}; expected 'take_over' or 'respect'")
+
+
+def named_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    # `functools.wraps` without copying `__dict__`: a module's attributes must not leak onto a function.
+    names = [n for n in ("__module__", "__name__", "__qualname__", "__doc__") if hasattr(fun, n)]
+    return functools.wraps(fun, assigned=names, updated=())
+
+
+def both_spellings(
+    fun: Callable[..., Any], nums: frozenset[int], names: frozenset[str]
+) -> tuple[frozenset[int], frozenset[str]]:
+    """A static argument may be passed by position or by name whichever way it was declared, as in jit."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return nums, names
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    nums = frozenset(i + len(positional) if i < 0 else i for i in nums)
+    by_num = {positional[i] for i in nums if -len(positional) <= i < len(positional)}
+    by_name = {positional.index(n) for n in names if n in positional}
+    return nums | by_name, names | by_num
+
+
+def plan_call(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Chooser,
+    *,
+    remat_policy: Any,
+    budget: int | float | str | None,
+    static_argnums: int | Iterable[int],
+    static_argnames: str | Iterable[str],
+    prevent_cse: bool | Sequence[bool],
+    lowering: str,
+    nested_checkpoints: str,
+    progress: Progress | None,
+) -> Plan:
+    """Plans a call; `chosen` says what is differentiated, everything else is as in `plan`."""
+    check_options(lowering, nested_checkpoints)
+    resolved = resolve(remat_policy, budget)
+    if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
+        raise PolicyError(
+            f"remat_policy={remat_policy!r} makes no plan: it is jax's own or off. Use "
+            "remat.compile_report to see what the compiler makes of it."
+        )
+    wrapped = Wrapped(
+        fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
+    )
+    call = wrapped.flatten(args, kwargs)
+    wanted = chosen(call)
+    traced = wrapped.traced(call)
+    lifted = (False,) * len(traced.lifted)
+    program = traced.function.primal
+    flags = tuple(
+        flag and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
+        for flag, v in zip((*lifted, *wanted), program.inputs, strict=True)
+    )
+    check_differentiable(traced.function.whole, flags)
+    _warn_of_gradients(fun, traced.function.whole, flags)
+    watched = planning(progress) if resolved.takes_long else nullcontext()
+    with watched, _hinting(traced.function.planner):
+        return traced.function.staged([*traced.lifted, *call.leaves], flags).plan
+
+
+def _warn_of_gradients(fun: Callable[..., Any], program: Program, flags: Sequence[bool]) -> None:
+    """Warns if a function is a gradient already, or makes of the differentiated arguments others of their kind."""
+    reason = ""
+    if compat.is_gradient(fun):
+        reason = "the function is a gradient already (jax.grad, jax.value_and_grad)"
+    elif compat.holds_backward_pass([equation.source for equation in program.equations]):
+        kinds = Counter((a.shape, a.dtype) for a in program.output_avals)
+        given = [program.avals[v] for v, flag in zip(program.inputs, flags, strict=True) if flag]
+        wanted = Counter((aval.shape, aval.dtype) for aval in given)
+        is_loss = len(program.outputs) == 1 and not program.output_avals[0].shape
+        if wanted <= kinds and not is_loss:
+            reason = (
+                "the function differentiates, and returns as many arrays like those that are differentiated here: "
+                "gradients, or new parameters"
+            )
+    if reason:
+        warnings.warn(
+            f"{reason}, so that this plans its derivative, the second one of the loss. Plan the loss itself: "
+            "remat.plan(loss, ...). For a whole step see remat.fit and remat.compile_report",
+            RematWarning,
+            stacklevel=4,
+        )
+
+
+def differentiated(
+    count: int, argnums: int | Sequence[int], static: frozenset[int], call: Call
+) -> list[bool]:
+    """For every array of a call with `count` positional arguments whether it is part of one of `argnums`."""
+    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wanted = {i + count if i < 0 else i for i in given}
+    if any(not 0 <= i < count for i in wanted):
+        raise TraceError(
+            f"argnums={argnums!r} is out of range: the function was given {count} positional arguments"
+        )
+    if wanted & static:
+        raise TraceError(f"argnums={argnums!r} includes a static argument")
+    return [owner in wanted for owner in call.owners]
