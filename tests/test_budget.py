@@ -23,7 +23,7 @@ from remat.memory.predict import peak_bytes, predict
 from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
 from remat.planning.resort import held, limit_bytes
-from remat.planning.session import plan_within
+from remat.planning.within import plan_within
 from remat.plans.plan import Certificate, Plan
 from remat.plans.simulate import simulate
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Policy, Revolve, SaveAll, Sublinear

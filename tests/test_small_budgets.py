@@ -21,7 +21,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.memory.predict import peak_bytes
 from remat.planning.make import plan_from_saved
-from remat.planning.session import plan_within
+from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.policies import (
     Auto,

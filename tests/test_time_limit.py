@@ -20,8 +20,8 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.planning import session as budget
 from remat.planning.make import make_plan
-from remat.planning.session import plan_within
 from remat.planning.time_limit import TimeLimit
+from remat.planning.within import plan_within
 from remat.plans.plan import Certificate, Plan
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Monet, Sublinear, Unchanged
 from remat.policies.base import Decision

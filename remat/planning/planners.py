@@ -10,7 +10,8 @@ from remat.core.graph import Alternatives, Graph
 from remat.planning.make import make_plan
 from remat.planning.protocol import NO_CHUNKS, SteadyPlanner
 from remat.planning.resort import CheckedSession
-from remat.planning.session import MARGIN, BudgetSession
+from remat.planning.session import BudgetSession
+from remat.planning.within import MARGIN
 from remat.plans.diff import first_difference
 from remat.plans.paths import is_rest
 from remat.plans.plan import LoopPlan, Plan

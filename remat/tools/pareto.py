@@ -16,7 +16,7 @@ from typing import Any
 from remat.api import plan as make_plan
 from remat.core.errors import BudgetError
 from remat.core.interrupt import Progress, or_log, planning, raise_interrupt
-from remat.planning.session import limit_bytes
+from remat.planning.resort import limit_bytes
 from remat.planning.smallest import smallest_plan
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_flops, human_seconds, table
