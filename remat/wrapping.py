@@ -20,9 +20,10 @@ from remat.compat.deferred import call_deferred
 from remat.core.errors import BudgetError, PolicyError, RematWarning, TraceError
 from remat.core.interrupt import Progress, planning
 from remat.lower.attempt import active_attempt
+from remat.lower.function import StagedFunction
 from remat.lower.regions import annotate_program, differentiable_flags
-from remat.lower.staged import Planner, StagedFunction
 from remat.planning.planners import PlanPlanner, PolicyPlanner
+from remat.planning.protocol import Planner
 from remat.plans.plan import Plan
 from remat.resolve import budget_hint, resolve
 from remat.rewrite import substitution
@@ -96,7 +97,7 @@ class _Traced:
 
     def _annotated(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
         function = self.function
-        return annotate_program(function.primal, plan, inputs, prevent_cse=function.barriers)
+        return annotate_program(function.primal, plan, inputs, prevent_cse=function.room.barriers)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat
-from remat.lower.staged import StagedFunction
+from remat.lower import function
 from remat.resolve import parse_budget
 
 
@@ -581,13 +581,13 @@ def test_shapes_arrays_and_tracers_share_a_planning(
     """What was planned for shapes is not planned again when arrays, or shapes to lower with, follow."""
     del first
     planned: list[Any] = []
-    plan_of = StagedFunction._plan
+    plan_room = function.plan_room
 
-    def counted(self: StagedFunction, inputs: Any, perturbed: Any) -> Any:
+    def counted(room: Any, inputs: Any, perturbed: Any, *rest: Any) -> Any:
         planned.append(perturbed)
-        return plan_of(self, inputs, perturbed)
+        return plan_room(room, inputs, perturbed, *rest)
 
-    monkeypatch.setattr(StagedFunction, "_plan", counted)
+    monkeypatch.setattr(function, "plan_room", counted)
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         if loops:

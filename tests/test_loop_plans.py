@@ -304,7 +304,7 @@ def test_a_session_asks_at_most_a_handful_of_times(
         made.append(Counting(policy, limit, margin))
         return made[-1]
 
-    monkeypatch.setattr("remat.resolve.BudgetSession", begin)
+    monkeypatch.setattr("remat.planning.planners.BudgetSession", begin)
     found = plans_within(name, (0.91, 0.52, 0.37, 0.21))  # not planned before
     assert found
     assert len(made) == 4

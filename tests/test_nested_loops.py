@@ -22,7 +22,7 @@ import remat
 from remat.compiler.compile import compile_report
 from remat.core.errors import BudgetError, PlanError
 from remat.core.graph import Graph
-from remat.lower.staged import StagedFunction
+from remat.lower.function import StagedFunction
 from remat.memory.predict import peak_bytes, predict_body
 from remat.planning.loops import LoopPrices, body_options, chunk_plan, loop_options
 from remat.planning.make import make_plan

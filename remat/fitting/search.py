@@ -19,7 +19,7 @@ from remat.compiler.compile import CompileReport, compile_report, target_device
 from remat.core.errors import BudgetError, PolicyError
 from remat.core.interrupt import Progress, raise_interrupt
 from remat.lower.attempt import Attempt, Menus, PricePlanner, Use, choose_option
-from remat.lower.staged import Planner
+from remat.planning.protocol import Planner
 from remat.planning.planners import PolicyPlanner
 from remat.planning.smallest import smallest_plan
 from remat.plans.plan import Plan

@@ -17,7 +17,7 @@ import jax
 
 from remat import compat
 from remat.core.graph import Alternatives, Graph, is_wanted
-from remat.lower.staged import StagedFunction
+from remat.lower.function import StagedFunction
 from remat.planning.loops import BodyOption, body_options
 from remat.planning.make import plan_from_saved
 from remat.planning.planners import PolicyPlanner

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from remat import compat
 from remat.core.errors import PlanError
-from remat.core.primitives import OpClass, aval_bytes
+from remat.core.avals import aval_bytes
+from remat.core.primitives import OpClass
 from remat.plans.plan import Plan, primal_name
 from remat.trace.classify import classify_equation
 from remat.trace.decisions import instances_of, with_single_instances

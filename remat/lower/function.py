@@ -1,0 +1,161 @@
+"""Staged lowering: a function that is planned when it is differentiated, as a `jax.custom_vjp`.
+
+Its forward rule runs the forward half of the planned program (`remat.lower.staged`) and returns the kept values as
+residuals; its backward rule runs the backward half. The plan is made (`remat.lower.pipeline`) for the inputs that
+are really perturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from remat import compat
+from remat.core.errors import DifferentiationError
+from remat.core.interrupt import interrupted, planning
+from remat.lower.pipeline import Room, plan_room
+from remat.lower.split import inputs_with_gradient, split_planned
+from remat.lower.staged import Staged, are_concrete
+from remat.planning.protocol import Planner
+from remat.plans.plan import Plan
+from remat.trace.joint import check_differentiable
+from remat.trace.program import (
+    Program,
+    evaluate,
+)
+
+__all__ = ["StagedFunction"]
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """Residual arrays, with the staged program they belong to as static data."""
+
+    def __init__(self, staged: Staged, arrays: Sequence[Any]) -> None:
+        self.staged = staged
+        self.arrays = arrays
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Staged]:
+        return self.arrays, self.staged
+
+    @classmethod
+    def tree_unflatten(cls, staged: Staged, arrays: Sequence[Any]) -> _Residuals:
+        return cls(staged, arrays)
+
+
+class StagedFunction:
+    """A function of flat arrays, planned when it is differentiated.
+
+    Calling it without differentiation runs the program as it is. A plan is made once per perturbation pattern
+    and abstract values of the inputs; `last_plan` is the one used last.
+
+    Args:
+        program: the function, flat.
+        planner: plans it.
+        **settings: fields of `remat.lower.pipeline.Room` but the program.
+    """
+
+    def __init__(self, program: Program, planner: Planner, **settings: Any) -> None:
+        self.whole = program
+        self.primal, self.aside = split_planned(program)
+        self.room = Room(self.primal, **settings)
+        self.with_gradient = inputs_with_gradient(self.primal)
+        self.planner = planner
+        self.last_plan: Plan | None = None
+        self._staged: dict[Any, Staged] = {}
+        self._plain_jit = jax.jit(partial(evaluate, self.primal))
+        self._call = self._make()
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        return self.combined(inputs, self._differentiated)
+
+    def combined(
+        self, inputs: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> list[Any]:
+        """Returns all results: those of `run`, which executes `primal`, and those that were split off."""
+        main = iter(run(inputs) if self.primal.outputs else ())
+        side = iter(evaluate(self.aside, inputs) if self.aside.outputs else ())
+        aside = set(self.aside.outputs)
+        return [next(side if atom in aside else main) for atom in self.whole.outputs]
+
+    def _differentiated(self, inputs: Sequence[Any]) -> list[Any]:
+        # What hands no gradient on must not be asked for one: `jax.custom_vjp` makes it of zeros.
+        inputs = [
+            x if flag else jax.lax.stop_gradient(x)
+            for x, flag in zip(inputs, self.with_gradient, strict=True)
+        ]
+        try:
+            return self._call(*inputs)
+        except TypeError as error:
+            if "custom_vjp" in str(error) and "jvp" in str(error):
+                raise DifferentiationError(
+                    "forward-mode differentiation of the function itself (jax.jvp, jax.jacfwd) does "
+                    "not go through remat's staged lowering, which is a jax.custom_vjp. Use reverse "
+                    "mode (jax.grad, jax.vjp, jax.jacrev), or lowering='policy', which composes with "
+                    "every transform, or remat_policy=None for this call."
+                ) from error
+            raise
+        except NotImplementedError as error:
+            if not compat.is_eager_in_shard_map(error):
+                raise
+            return evaluate(self.primal, inputs)
+
+    def staged(self, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> Staged:
+        """Returns the planned program for inputs like these, making it if there is none yet."""
+        check_differentiable(self.primal, perturbed)
+        perturbed = tuple(p and flag for p, flag in zip(perturbed, self.with_gradient, strict=True))
+        key = (perturbed, tuple(map(jax.typeof, inputs)), compat.trace_context())
+        found = self._staged.get(key)
+        if found is None:
+            with planning() if self.planner.takes_long else nullcontext():
+                found = Staged(
+                    *plan_room(self.room, inputs, perturbed, self.planner, StagedFunction)
+                )
+                ended_early = interrupted()
+            passing = any(map(compat.is_tracer, found.joint.program.constants.values()))
+            if not passing and not ended_early:
+                self._staged[key] = found
+        self.last_plan = found.plan
+        return found
+
+    @property
+    def _input_avals(self) -> list[Any]:
+        return [self.primal.avals[v] for v in self.primal.inputs]
+
+    def _make(self) -> Callable[..., list[Any]]:
+        primal = self.primal
+
+        @jax.custom_vjp
+        def call(*inputs: Any) -> list[Any]:
+            return self._plain_jit(inputs) if are_concrete(inputs) else evaluate(primal, inputs)
+
+        def forward(*inputs: Any) -> tuple[list[Any], _Residuals]:
+            values = [x.value for x in inputs]
+            perturbed = tuple(
+                bool(x.perturbed) and jnp.issubdtype(aval.dtype, jnp.inexact)
+                for x, aval in zip(inputs, self._input_avals, strict=True)
+            )
+            staged = self.staged(values, perturbed)
+            outputs, residuals = staged.forward(values)
+            return outputs, _Residuals(staged, residuals)
+
+        def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            staged = residuals.staged
+            given = [cotangents[i] for i in staged.joint.cotangent_outputs]
+            gradients = iter(staged.backward(residuals.arrays, list(map(_instantiate, given))))
+            return tuple(next(gradients) if flag else None for flag in staged.joint.perturbed)
+
+        call.defvjp(forward, backward, symbolic_zeros=True)
+        return call
+
+
+def _instantiate(cotangent: Any) -> Any:
+    if isinstance(cotangent, SymbolicZero):
+        return compat.zeros_of(cotangent.aval)
+    return cotangent
