@@ -16,8 +16,9 @@ from new_primitives import new_primitive
 
 import remat
 from remat.compat.jaxprs import name_of, open_jaxpr, sub_jaxprs
-from remat.core.primitives import OpClass, OpCost
-from remat.core.primitives import classify as by_table
+from remat.core.classify import OpCost
+from remat.core.classify import classify as by_table
+from remat.core.primitives import OpClass
 from remat.trace import classify as module
 from remat.trace.classify import classify_equation
 

@@ -20,7 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from remat.core.primitives import TABLE, OpClass, OpCost, aval_bytes, aval_size, classify, flops
+from remat.core.avals import aval_bytes, aval_size
+from remat.core.classify import OpCost, classify, flops
+from remat.core.primitives import TABLE, OpClass
 
 _FLOAT32 = np.dtype("float32")
 

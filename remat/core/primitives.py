@@ -1,7 +1,8 @@
-"""Every jax primitive, classified on purpose: its cost, whether XLA fuses it, if it may run twice.
+"""Every jax primitive, classified on purpose: its kind, its flops, whether XLA fuses it, if it may run twice.
 
-Works from the primitive's name, its parameters and anything with `.shape` and `.dtype`; imports no
-jax, so that the table can be read and tested on its own. Decisions that are not obvious:
+`TABLE` is where the library says what a primitive does by its name; other rooms read it, with `primitives_with`
+where a trait matters. Imports no jax, so that the table can be read and tested on its own. Decisions that are not
+obvious:
 
 - *Fusible* is what XLA:GPU does (`IsUniversallyLoopFusible` in XLA's `gpu_fusible.cc`, and compiled
   for an H200): element-wise operators, data movement, threefry, `gather`, `dynamic_slice` and
@@ -9,43 +10,27 @@ jax, so that the table can be read and tested on its own. Decisions that are not
   `reduce_window` is fused with what it reads only if its windows do not overlap; the results of a
   multi-output reduction (`argmax`) and of a scatter become buffers; a product without a contracted
   axis is a multiplication to XLA.
-- *Flops* are the operations that a straightforward kernel executes. A convolution counts the taps
-  that fall into the padding (implicit-GEMM kernels execute them) but not those that fall between
-  the elements of a dilated input, so that a strided convolution and its gradients cost the same.
-  XLA's `cost_analysis` leaves both out.
 - JAX's random numbers are a function of their key, so they may be recomputed; `rng_uniform` is
   stateful and may not. Deriving keys is cheap and does not count as random.
 - A collective is never repeated, except for those that communicate nothing: `axis_index`, and the
   identities (`pvary`, ...) that change what a type says about a mesh axis. A sharding constraint is
   taken as the identity it is on one device.
 
-A name that is not in `TABLE` is `OpClass.OPAQUE`, is never recomputed, and says so in
-`OpCost.reason`; `remat.trace.classify` then looks at what the primitive lowers to.
+What depends on parameters is in `remat.core.classify`. What has no row, such as the primitives that only occur in
+the body of a kernel, is opaque there; `remat.trace.classify` then looks at what it lowers to.
 """
 
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
-__all__ = [
-    "TABLE",
-    "OpClass",
-    "OpCost",
-    "OpSpec",
-    "aval_bytes",
-    "aval_size",
-    "classify",
-    "flops",
-]
+from remat.core import flop_counts as counts
+from remat.core.flop_counts import Counter
 
-Params = Mapping[str, Any]
-Avals = Sequence[Any]
-Counter = Callable[[Params, Avals, Avals], int]
+__all__ = ["EFFECT_REASON", "TABLE", "OpClass", "OpSpec", "Trait", "primitives_with"]
 
 
 class OpClass(enum.Enum):
@@ -65,33 +50,21 @@ class OpClass(enum.Enum):
     OPAQUE = "opaque"  # nothing is known about what it does
 
 
-@dataclass(frozen=True, slots=True)
-class OpCost:
-    """What a planner needs to know about one operator.
+class Trait(enum.Enum):
+    """What else holds for a primitive by its name, whatever its parameters."""
 
-    Attributes:
-        op_class: its kind.
-        flops: operations in one run; estimates are marked in `TABLE`.
-        fusible: XLA:GPU merges it with its neighbours, so its result need not become a buffer.
-        heavy: compute bound, recomputing it costs time even when fused.
-        random: draws random bits (not: derives keys, which is cheap).
-        effectful: must run exactly once.
-        known: the primitive is in `TABLE` and its flops could be counted, or its lowering is understood.
-        recomputable: may run a second time in the backward pass.
-        reason: why it may not, or what is not known about it; empty otherwise.
-        steps: the primitives that one without a row consists of, by its lowering.
-    """
-
-    op_class: OpClass
-    flops: int
-    fusible: bool
-    heavy: bool
-    random: bool
-    effectful: bool
-    known: bool
-    recomputable: bool
-    reason: str
-    steps: frozenset[str] = frozenset()
+    EXACT = "exact"  # the same bits from the same operands, in whatever kernel
+    COMPARISON = "comparison"  # says how two elements compare
+    TIES = "ties"  # results jump where elements of one operand cross each other
+    JUMPS = "jumps"  # results jump between integers, orders, pivots, signs of eigenvectors, draws of a sampler
+    NEVER_NEGATIVE = "never negative"  # results are zero or more, whatever the operands
+    KEEPS_SIGN = "keeps sign"  # results are zero or more if all operands are
+    DIFFERENCE = "difference"  # zero or one where the operands are equal, or opposite
+    PATCHES = "patches"  # the result has elements of several operands side by side
+    JOIN = "join"  # puts arrays together, and keeps every element
+    ADDS = "adds"  # elements of the result are sums
+    TOTAL = "total"  # these are sums of elements of one operand
+    NAMED_BODY = "named body"  # has a body, which does what the name says
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +79,7 @@ class OpSpec:
         effectful: see `OpCost`.
         recomputable: see `OpCost`.
         reason: why it is not recomputable.
-        exact: whether `count` is the number of operations or an estimate of it.
+        traits: what else holds for it; see `Trait`.
     """
 
     op_class: OpClass
@@ -116,341 +89,10 @@ class OpSpec:
     effectful: bool = False
     recomputable: bool = True
     reason: str = ""
-    exact: bool = True
-
-
-# --- sizes --------------------------------------------------------------------------------------
-
-# Types that numpy holds in a byte and XLA packs. Every other dtype is as large as its `itemsize`.
-_PACKED_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        "int2": 2,
-        "uint2": 2,
-        "int4": 4,
-        "uint4": 4,
-        "float4_e2m1fn": 4,
-    }
-)
-_KEY_WORD_BITS = 32
-
-
-def aval_size(aval: Any) -> int:
-    """Returns the number of elements; 0 for something without a shape, such as a token."""
-    shape = getattr(aval, "shape", None)
-    return 0 if shape is None else math.prod(int(size) for size in shape)
-
-
-def aval_bytes(aval: Any) -> int:
-    """Returns the bytes an array takes in device memory.
-
-    A bool takes one byte, int4 half of one (the array is rounded up to whole bytes), float0 none. A
-    PRNG key takes what its implementation stores (`uint32[2]` for threefry); a key type that does
-    not tell falls back to its `itemsize`, and something with neither (a token) takes none.
-    """
-    return (aval_size(aval) * _dtype_bits(getattr(aval, "dtype", None)) + 7) // 8
-
-
-def _dtype_bits(dtype: Any) -> int:
-    name = _dtype_name(dtype)
-    if name in _PACKED_BITS:
-        return _PACKED_BITS[name]
-    key_shape = getattr(getattr(dtype, "_impl", None), "key_shape", None)
-    if key_shape is not None:
-        return _KEY_WORD_BITS * math.prod(key_shape)
-    return 8 * int(getattr(dtype, "itemsize", 0))
-
-
-def _dtype_name(dtype: Any) -> str:
-    return getattr(dtype, "name", None) or str(dtype)
-
-
-def _is_complex(aval: Any) -> bool:
-    return _dtype_name(getattr(aval, "dtype", None)).startswith("complex")
-
-
-# --- counting flops -----------------------------------------------------------------------------
-
-
-def _free(params: Params, ins: Avals, outs: Avals) -> int:
-    return 0
-
-
-def _per_output(weight: int) -> Counter:
-    """Counts `weight` operations per element of the first output."""
-
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        return weight * aval_size(outs[0])
-
-    return count
-
-
-def _per_input(weight: int) -> Counter:
-    """Counts `weight` operations per element of the first input."""
-
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        return weight * aval_size(ins[0])
-
-    return count
-
-
-def _arithmetic(weight: int, complex_weight: int) -> Counter:
-    """Counts per output element, with a weight of its own for complex numbers."""
-
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        return (complex_weight if _is_complex(outs[0]) else weight) * aval_size(outs[0])
-
-    return count
-
-
-def _integer_pow(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts repeated squaring, and a division for a negative power."""
-    power = int(params["y"])
-    steps = max(abs(power).bit_length() + abs(power).bit_count() - 2, 0)
-    return (steps + (_DIVIDE if power < 0 else 0)) * aval_size(outs[0])
-
-
-def _reduce(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts a variadic reduction, whose inputs are operands followed by as many initial values."""
-    return sum(map(aval_size, ins[: len(ins) // 2]))
-
-
-def _multiply_add(aval: Any) -> int:
-    return 8 if _is_complex(aval) else 2
-
-
-def _dot_general(params: Params, ins: Avals, outs: Avals) -> int:
-    (lhs_contracting, _), _ = params["dimension_numbers"]
-    depth = math.prod(ins[0].shape[axis] for axis in lhs_contracting)
-    return _multiply_add(outs[0]) * aval_size(outs[0]) * depth
-
-
-def _ragged_dot_general(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts the rows that some group owns as all rows: group sizes are data.
-
-    A ragged contraction has an output per group but multiplies every row once, in whichever group.
-    """
-    numbers = params["ragged_dot_dimension_numbers"]
-    (contracting, _), _ = numbers.dot_dimension_numbers
-    depth = math.prod(ins[0].shape[axis] for axis in contracting)
-    work = _multiply_add(outs[0]) * aval_size(outs[0]) * depth
-    ragged_contraction = set(numbers.lhs_ragged_dimensions) & set(contracting)
-    return work // max(ins[2].shape[-1], 1) if ragged_contraction else work
-
-
-def _matmul_last_axis(params: Params, ins: Avals, outs: Avals) -> int:
-    return 2 * aval_size(outs[0]) * ins[0].shape[-1]
-
-
-def _convolution(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts output channels x batch x input channels of one group x taps, in every layout.
-
-    The kernel's input feature dimension is already that of one group (`feature_group_count`), and
-    the output's batch dimension that of one batch group, so groups need no further division.
-    """
-    numbers = params["dimension_numbers"]
-    kernel, out = ins[1].shape, outs[0].shape
-    _, depth_axis, *kernel_axes = numbers.rhs_spec
-    batch_axis, feature_axis, *out_axes = numbers.out_spec
-    count = out[batch_axis] * out[feature_axis] * kernel[depth_axis]
-    windows = zip(
-        (out[axis] for axis in out_axes),
-        (kernel[axis] for axis in kernel_axes),
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        strict=True,
-    )
-    for size, width, stride, (low, _), lhs_dilation, rhs_dilation in windows:
-        count *= _taps(size, width, stride, low, lhs_dilation, rhs_dilation)
-    return _multiply_add(outs[0]) * count
-
-
-def _taps(
-    size: int, width: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
-) -> int:
-    """Counts pairs of output position and tap that meet no zero inserted by `lhs_dilation`."""
-    if lhs_dilation == 1:
-        return size * width
-    period = lhs_dilation
-    positions = [len(range(residue, size, period)) for residue in range(period)]
-    taps = [len(range(residue, width, period)) for residue in range(period)]
-    return sum(
-        positions[o] * taps[k]
-        for o in range(period)
-        for k in range(period)
-        if (o * stride + k * rhs_dilation - low) % lhs_dilation == 0
-    )
-
-
-def _log2_ceil(number: int) -> int:
-    return max(number - 1, 0).bit_length()
-
-
-def _fft(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts 5 n log2 n per complex transform, half of that per real one."""
-    length = math.prod(params["fft_lengths"])
-    complex_to_complex = _is_complex(ins[0]) and _is_complex(outs[0])
-    elements = max(aval_size(ins[0]), aval_size(outs[0]))
-    work = 5 * elements * _log2_ceil(length)
-    return work if complex_to_complex else work // 2
-
-
-def _sort(params: Params, ins: Avals, outs: Avals) -> int:
-    length = ins[0].shape[params["dimension"]]
-    return aval_size(ins[0]) * _log2_ceil(length) * params.get("num_keys", 1)
-
-
-def _top_k(params: Params, ins: Avals, outs: Avals) -> int:
-    return aval_size(ins[0]) * max(_log2_ceil(params["k"]), 1)
-
-
-def _matrix(aval: Any) -> tuple[int, int, int]:
-    """Returns batch, rows and columns."""
-    *batch, rows, columns = aval.shape
-    return math.prod(batch), rows, columns
-
-
-def _cubic(numerator: int, denominator: int = 1) -> Counter:
-    """Counts `numerator / denominator * n**3` per square matrix."""
-
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        batch, _, size = _matrix(ins[0])
-        return batch * (numerator * size**3 // denominator)
-
-    return count
-
-
-def _quadratic(weight: int) -> Counter:
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        batch, rows, columns = _matrix(ins[0])
-        return batch * weight * rows * columns
-
-    return count
-
-
-def _lu(params: Params, ins: Avals, outs: Avals) -> int:
-    batch, rows, columns = _matrix(ins[0])
-    rank = min(rows, columns)
-    return batch * (2 * rows * columns * rank - (rows + columns) * rank**2 + 2 * rank**3 // 3)
-
-
-def _qr(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts the factorisation and the product of its reflectors."""
-    return 2 * _reflectors(params, ins, outs)
-
-
-def _reflectors(params: Params, ins: Avals, outs: Avals) -> int:
-    batch, rows, columns = _matrix(ins[0])
-    rank = min(rows, columns)
-    return batch * max(2 * rows * columns * rank - 2 * rank**3 // 3, 0)
-
-
-def _apply_reflectors(params: Params, ins: Avals, outs: Avals) -> int:
-    _, _, reflectors = _matrix(ins[0])
-    batch, rows, columns = _matrix(ins[2])
-    return 4 * batch * rows * columns * reflectors
-
-
-def _svd(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts Golub & Van Loan's table: values alone, or values with both factors."""
-    batch, rows, columns = _matrix(ins[0])
-    tall, thin = max(rows, columns), min(rows, columns)
-    if not params.get("compute_uv", True):
-        return batch * (4 * tall * thin**2 - 4 * thin**3 // 3)
-    return batch * (4 * tall**2 * thin + 8 * tall * thin**2 + 9 * thin**3)
-
-
-def _triangular_solve(params: Params, ins: Avals, outs: Avals) -> int:
-    return aval_size(outs[0]) * ins[0].shape[-1]
-
-
-def _symmetric_product(params: Params, ins: Avals, outs: Avals) -> int:
-    batch, rows, columns = _matrix(ins[0])
-    return batch * (2 * rows * rows * columns + 2 * rows * rows)
-
-
-def _window(params: Params) -> int:
-    return math.prod(params["window_dimensions"])
-
-
-def _windows_of_output(weight: int) -> Counter:
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        return weight * sum(map(aval_size, outs)) * _window(params)
-
-    return count
-
-
-def _select_and_scatter(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts a comparison per window element and an addition per window.
-
-    There is a window per element of the source, which comes second in `select_and_scatter` and
-    first in `select_and_scatter_add`; the operand, whose shape the output has, is the other one.
-    """
-    first, second = map(aval_size, ins[:2])
-    source = second if first == aval_size(outs[0]) else first
-    return source * (_window(params) + 1)
-
-
-def _scatter_combine(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts one operation per updated element; inputs are operands, indices, updates."""
-    return sum(map(aval_size, ins[len(ins) // 2 + 1 :]))
-
-
-def _random_bits(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts, per element, one threefry block or a word of a philox block."""
-    return aval_size(outs[0]) * (_THREEFRY if _is_threefry(ins[0]) else _PHILOX_WORD)
-
-
-def _is_threefry(key: Any) -> bool:
-    """Tells by the key's implementation; one that does not tell is jax's default, threefry."""
-    implementation = getattr(getattr(key, "dtype", None), "_impl", None)
-    return "fry" in str(getattr(implementation, "name", "threefry2x32"))
-
-
-def _attention(weight: int) -> Counter:
-    """Counts `weight` products of queries and keys: two forward, five backward."""
-
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        # cuDNN's layouts: 0 is batch, time, heads, features; 1 is batch, heads, time, features.
-        length = ins[1].shape[2 if params.get("layout") == 1 else 1]
-        return weight * 2 * aval_size(ins[0]) * length
-
-    return count
-
-
-def _rnn(weight: int) -> Counter:
-    """Counts every weight once per step and sequence."""
-
-    def count(params: Params, ins: Avals, outs: Avals) -> int:
-        batch, steps, *_ = ins[0].shape
-        return weight * 2 * batch * steps * max(map(aval_size, ins[3:4]), default=0)
-
-    return count
-
-
-def _sparse_product(params: Params, ins: Avals, outs: Avals) -> int:
-    """Counts each stored element once per output column."""
-    columns = outs[0].shape[-1] if len(outs[0].shape) > 1 else 1
-    return 2 * aval_size(ins[0]) * columns
-
-
-def _kernel_estimate(params: Params, ins: Avals, outs: Avals) -> int:
-    """Reads the author's `cost_estimate`; without one, counts all elements read and written."""
-    estimate = getattr(params.get("cost_estimate"), "flops", None)
-    if estimate is not None:
-        return int(estimate)
-    return sum(map(aval_size, (*ins, *outs)))
+    traits: frozenset[Trait] = frozenset()
 
 
 # --- weights ------------------------------------------------------------------------------------
-
-_DIVIDE = 4
-# Threefry-2x32: 20 rounds of (add, two shifts, or, xor), 17 key additions, and the xor of both
-# words, by which jax's partitionable form makes one element of up to 32 bits.
-_THREEFRY = 118
-# Philox-4x32: 10 rounds of 4 multiplications, 4 xors and 2 additions for 4 words, and the counter.
-_PHILOX_WORD = 30
 
 # Operations per element, in units of one multiplication, as a vectorised kernel without special
 # hardware spends them: a polynomial of the needed degree and a range reduction. They rank operators
@@ -478,13 +120,11 @@ _POINTWISE_WEIGHTS: Mapping[int, str] = MappingProxyType(
 
 # --- reasons ------------------------------------------------------------------------------------
 
-_UNKNOWN = "`{}` is not a primitive this library knows: taken as opaque, never recomputed"
 _CONTROL = "a loop or branch is planned as a whole, it is not repeated"
 _CALL = "a call is inlined; its operators are decided one by one"
 _COLLECTIVE = "a collective is never repeated: it costs traffic between devices"
-_EFFECT = "it has side effects and must run exactly once"
+EFFECT_REASON = "it has side effects and must run exactly once"
 _CUSTOM = "a custom call: what it does cannot be seen"
-_KERNEL = "it belongs in the body of a kernel"
 
 # --- the table ----------------------------------------------------------------------------------
 
@@ -501,16 +141,16 @@ def _pointwise() -> dict[str, OpSpec]:
     rows: dict[str, OpSpec] = {}
     for weight, names in _POINTWISE_WEIGHTS.items():
         complex_weight = weight if weight <= 1 else 4 * weight
-        rows |= _rows(names, spec(_arithmetic(weight, complex_weight)))
-    rows |= _rows("add add_any sub neg", spec(_arithmetic(1, 2)))
-    rows |= _rows("mul square", spec(_arithmetic(1, 6)))
-    rows["div"] = spec(_arithmetic(_DIVIDE, 4 * _DIVIDE))
-    rows["integer_pow"] = spec(_integer_pow)
+        rows |= _rows(names, spec(counts.arithmetic(weight, complex_weight)))
+    rows |= _rows("add add_any sub neg", spec(counts.arithmetic(1, 2)))
+    rows |= _rows("mul square", spec(counts.arithmetic(1, 6)))
+    rows["div"] = spec(counts.arithmetic(counts.DIVIDE, 4 * counts.DIVIDE))
+    rows["integer_pow"] = spec(counts.integer_pow)
     return rows
 
 
 def _views() -> dict[str, OpSpec]:
-    view = OpSpec(OpClass.VIEW, _free, fusible=True)
+    view = OpSpec(OpClass.VIEW, counts.free, fusible=True)
     unspecified = replace(view, fusible=False)  # an allocation: any contents will do
     return _rows(
         """
@@ -523,85 +163,82 @@ def _views() -> dict[str, OpSpec]:
 
 
 def _reductions() -> dict[str, OpSpec]:
-    single = OpSpec(OpClass.REDUCTION, _per_input(1), fusible=True)
+    single = OpSpec(OpClass.REDUCTION, counts.per_input(1), fusible=True)
     # XLA makes a scan of log n passes of a running total, in kernels of their own.
-    running = OpSpec(OpClass.REDUCTION, _per_input(2))
+    running = OpSpec(OpClass.REDUCTION, counts.per_input(2))
     return (
         _rows(
             "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor", single
         )
         | _rows("argmax argmin", replace(single, fusible=False))
-        | _rows("reduce", replace(single, count=_reduce))
+        | _rows("reduce", replace(single, count=counts.reduce))
         | _rows("cummax cummin cumprod cumsum", running)
-        | _rows("cumlogsumexp", replace(running, count=_per_input(50), exact=False))
+        | _rows("cumlogsumexp", replace(running, count=counts.per_input(50)))
     )
 
 
 def _heavy() -> dict[str, OpSpec]:
-    def exact(count: Counter) -> OpSpec:
+    def spec(count: Counter) -> OpSpec:
         return OpSpec(OpClass.HEAVY, count)
 
-    def about(count: Counter) -> OpSpec:
-        return OpSpec(OpClass.HEAVY, count, exact=False)
-
     return {
-        "dot_general": exact(_dot_general),
-        "scaled_dot": exact(_dot_general),
-        "conv_general_dilated": exact(_convolution),
-        **_rows("ragged_dot ragged_dot_general", about(_ragged_dot_general)),
-        **_rows("scaled_matmul scaled_matmul_wrapper", exact(_matmul_last_axis)),
-        "fft": about(_fft),
-        "sort": about(_sort),
-        "top_k": about(_top_k),
-        "approx_top_k": about(_per_input(1)),
-        "cholesky": about(_cubic(1, 3)),
-        "cholesky_update": about(_quadratic(4)),
-        "eig": about(_cubic(25)),
-        "eigh": about(_cubic(9)),
-        "schur": about(_cubic(25)),
-        "hessenberg": about(_cubic(10, 3)),
-        "tridiagonal": about(_cubic(4, 3)),
-        "svd": about(_svd),
-        "lu": about(_lu),
-        "qr": about(_qr),
-        **_rows("geqrf geqp3 householder_product", about(_reflectors)),
-        "ormqr": about(_apply_reflectors),
-        "lu_pivots_to_permutation": about(_per_output(1)),
-        "triangular_solve": exact(_triangular_solve),
-        "tridiagonal_solve": about(_per_output(8)),
-        "symmetric_product": exact(_symmetric_product),
-        "spsolve": about(_per_input(50)),
+        "dot_general": spec(counts.dot_general),
+        "scaled_dot": spec(counts.dot_general),
+        "conv_general_dilated": spec(counts.convolution),
+        **_rows("ragged_dot ragged_dot_general", spec(counts.ragged_dot_general)),
+        **_rows("scaled_matmul scaled_matmul_wrapper", spec(counts.matmul_last_axis)),
+        "fft": spec(counts.fft),
+        "sort": spec(counts.sort),
+        "top_k": spec(counts.top_k),
+        "approx_top_k": spec(counts.per_input(1)),
+        "cholesky": spec(counts.cubic(1, 3)),
+        "cholesky_update": spec(counts.quadratic(4)),
+        "eig": spec(counts.cubic(25)),
+        "eigh": spec(counts.cubic(9)),
+        "schur": spec(counts.cubic(25)),
+        "hessenberg": spec(counts.cubic(10, 3)),
+        "tridiagonal": spec(counts.cubic(4, 3)),
+        "svd": spec(counts.svd),
+        "lu": spec(counts.lu),
+        "qr": spec(counts.qr),
+        **_rows("geqrf geqp3 householder_product", spec(counts.reflectors)),
+        "ormqr": spec(counts.apply_reflectors),
+        "lu_pivots_to_permutation": spec(counts.per_output(1)),
+        "triangular_solve": spec(counts.triangular_solve),
+        "tridiagonal_solve": spec(counts.per_output(8)),
+        "symmetric_product": spec(counts.symmetric_product),
+        "spsolve": spec(counts.per_input(50)),
         **_rows(
             """
             bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat
             coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv
             """,
-            about(_sparse_product),
+            spec(counts.sparse_product),
         ),
         **_rows(
             """
             dot_product_attention_fwd dot_product_attention_fwd_wrapper
             dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
             """,
-            about(_attention(2)),
+            spec(counts.attention(2)),
         ),
         **_rows(
             """
             dot_product_attention_bwd dot_product_attention_bwd_wrapper
             dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
             """,
-            about(_attention(5)),
+            spec(counts.attention(5)),
         ),
-        "rnn_fwd": about(_rnn(1)),
-        "rnn_bwd": about(_rnn(2)),
-        "pallas_call": about(_kernel_estimate),
+        "rnn_fwd": spec(counts.rnn(1)),
+        "rnn_bwd": spec(counts.rnn(2)),
+        "pallas_call": spec(counts.kernel_estimate),
     }
 
 
 def _indexed() -> dict[str, OpSpec]:
-    fused = OpSpec(OpClass.INDEXED, _free, fusible=True)
-    own_kernel = OpSpec(OpClass.INDEXED, _free)
-    windowed = replace(own_kernel, count=_windows_of_output(1))
+    fused = OpSpec(OpClass.INDEXED, counts.free, fusible=True)
+    own_kernel = OpSpec(OpClass.INDEXED, counts.free)
+    windowed = replace(own_kernel, count=counts.windows_of_output(1))
     return (
         _rows("gather dynamic_slice dynamic_update_slice", fused)
         | _rows("scatter bcoo_fromdense bcoo_todense bcsr_fromdense bcsr_todense", own_kernel)
@@ -609,63 +246,63 @@ def _indexed() -> dict[str, OpSpec]:
         | _rows("bcoo_extract bcsr_extract bcoo_transpose", own_kernel)
         | _rows(
             "bcoo_sort_indices bcoo_sum_duplicates",
-            replace(own_kernel, count=_per_input(10), exact=False),
+            replace(own_kernel, count=counts.per_input(10)),
         )
         | _rows(
             """
             scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max
             scatter_min scatter_mul
             """,
-            replace(own_kernel, count=_scatter_combine),
+            replace(own_kernel, count=counts.scatter_combine),
         )
         | _rows("reduce_window reduce_window_max reduce_window_min reduce_window_sum", windowed)
-        | _rows("select_and_gather_add", replace(own_kernel, count=_windows_of_output(2)))
+        | _rows("select_and_gather_add", replace(own_kernel, count=counts.windows_of_output(2)))
         | _rows(
             "select_and_scatter select_and_scatter_add",
-            replace(own_kernel, count=_select_and_scatter),
+            replace(own_kernel, count=counts.select_and_scatter),
         )
     )
 
 
 def _randoms() -> dict[str, OpSpec]:
-    plumbing = OpSpec(OpClass.RANDOM, _free, fusible=True)
-    draws = OpSpec(OpClass.RANDOM, _random_bits, fusible=True, random=True)
+    plumbing = OpSpec(OpClass.RANDOM, counts.free, fusible=True)
+    draws = OpSpec(OpClass.RANDOM, counts.random_bits, fusible=True, random=True)
     return {
         **_rows("random_clone random_unwrap random_wrap", plumbing),
         **_rows(
             "random_fold_in random_seed random_split",
-            replace(plumbing, count=_per_output(_THREEFRY)),
+            replace(plumbing, count=counts.per_output(counts.THREEFRY)),
         ),
         "random_bits": draws,
-        **_rows("threefry2x32 threefry4x32", replace(draws, count=_per_output(_THREEFRY))),
+        **_rows(
+            "threefry2x32 threefry4x32", replace(draws, count=counts.per_output(counts.THREEFRY))
+        ),
         **_rows(
             "philox2x32 philox4x32",
-            replace(draws, count=_per_output(2 * _PHILOX_WORD), exact=False),
+            replace(draws, count=counts.per_output(2 * counts.PHILOX_WORD)),
         ),
         "rng_bit_generator": OpSpec(
             OpClass.RANDOM,
-            lambda params, ins, outs: _PHILOX_WORD * aval_size(outs[-1]),
+            counts.philox_words,
             random=True,
-            exact=False,
         ),
         "random_gamma": OpSpec(
-            OpClass.RANDOM, _per_output(10 * _THREEFRY), random=True, exact=False
+            OpClass.RANDOM, counts.per_output(10 * counts.THREEFRY), random=True
         ),
         "rng_uniform": OpSpec(
             OpClass.RANDOM,
-            _per_output(_PHILOX_WORD),
+            counts.per_output(counts.PHILOX_WORD),
             random=True,
             effectful=True,
             recomputable=False,
             reason="its generator is stateful: a second run gives other numbers",
-            exact=False,
         ),
     }
 
 
 def _bodies() -> dict[str, OpSpec]:
-    control = OpSpec(OpClass.CONTROL, _free, recomputable=False, reason=_CONTROL, exact=False)
-    call = OpSpec(OpClass.CALL, _free, recomputable=False, reason=_CALL, exact=False)
+    control = OpSpec(OpClass.CONTROL, counts.free, recomputable=False, reason=_CONTROL)
+    call = OpSpec(OpClass.CALL, counts.free, recomputable=False, reason=_CALL)
     return _rows(
         "cond custom_linear_solve program_order scan shard_map while xla_pmap", control
     ) | _rows(
@@ -680,10 +317,10 @@ def _bodies() -> dict[str, OpSpec]:
 
 
 def _collectives() -> dict[str, OpSpec]:
-    moves = OpSpec(OpClass.COLLECTIVE, _free, recomputable=False, reason=_COLLECTIVE)
-    combines = replace(moves, count=_per_input(1))
+    moves = OpSpec(OpClass.COLLECTIVE, counts.free, recomputable=False, reason=_COLLECTIVE)
+    combines = replace(moves, count=counts.per_input(1))
     # These communicate nothing: an index, and identities that change what a type says of an axis.
-    local = OpSpec(OpClass.COLLECTIVE, _free, fusible=True)
+    local = OpSpec(OpClass.COLLECTIVE, counts.free, fusible=True)
     return (
         _rows(
             """
@@ -710,7 +347,9 @@ def _collectives() -> dict[str, OpSpec]:
 
 
 def _effects() -> dict[str, OpSpec]:
-    effect = OpSpec(OpClass.EFFECT, _free, effectful=True, recomputable=False, reason=_EFFECT)
+    effect = OpSpec(
+        OpClass.EFFECT, counts.free, effectful=True, recomputable=False, reason=EFFECT_REASON
+    )
     pure = replace(
         effect, effectful=False, reason="a callback goes through the host, it is not repeated"
     )
@@ -726,7 +365,7 @@ def _effects() -> dict[str, OpSpec]:
 
 
 def _metadata() -> dict[str, OpSpec]:
-    identity = OpSpec(OpClass.METADATA, _free, fusible=True)
+    identity = OpSpec(OpClass.METADATA, counts.free, fusible=True)
     return _rows(
         """
         add_dependency assert_consumed_value consume dim_as_value dimension_size mesh_cast name
@@ -740,8 +379,7 @@ def _metadata() -> dict[str, OpSpec]:
 
 
 def _opaques() -> dict[str, OpSpec]:
-    custom = OpSpec(OpClass.OPAQUE, _free, recomputable=False, reason=_CUSTOM, exact=False)
-    kernel = replace(custom, reason=_KERNEL)
+    custom = OpSpec(OpClass.OPAQUE, counts.free, recomputable=False, reason=_CUSTOM)
     return _rows(
         """
         call_exported call_hi_primitive call_hi_primitive_linearized call_tf compute_on cudnn_fusion
@@ -749,37 +387,10 @@ def _opaques() -> dict[str, OpSpec]:
         xla_metadata_call
         """,
         custom,
-    ) | _rows(_KERNEL_NAMES, kernel)
+    )
 
 
-_KERNEL_NAMES = """
-    _copysign all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
-    async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch
-    async_store_smem async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive
-    barrier_arrive_and_wait barrier_test barrier_wait bitcast commit_group commit_smem commit_tmem
-    conv copy_gmem_to_smem copy_smem_to_gmem custom_fusion debug_barrier debug_barrier_p delay
-    dma_start dma_wait einshape_lo elementwise_inline_asm elementwise_inline_asm_p emit_pipeline
-    fusible get_barrier_semaphore get_global griddepcontrol_launch_dependents griddepcontrol_wait
-    has_memory_space inline_mgpu inline_mgpu_p jaxpr_call layout_cast load masked_cummax
-    masked_cummin masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo
-    matmul_pop matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma
-    mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum
-    multimem_load_reduce multimem_store multiple_of num_programs pack pack_dtype pack_elementwise
-    parallel_loop pipeline_body print_layout prng_join prng_random_bits prng_seed prng_split
-    program_id query_cluster_cancel remove_memory_space roll sc_fetch_and_add scan_count
-    semaphore_read semaphore_signal semaphore_signal_multicast semaphore_signal_parallel
-    semaphore_wait set_max_registers set_max_registers_p store tcgen05_commit_arrive tcgen05_mma
-    thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start
-    thunky.call_jax thunky.call_thunky_nested thunky.collective_group thunky.collective_permute
-    thunky.cond thunky.copy thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
-    thunky.ptx_kernel thunky.reduce_scatter thunky.while trace_value try_cluster_cancel unique
-    unpack unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem wgmma
-    wgmma_accumulator_deref wgmma_accumulator_deref_p wgmma_accumulator_store
-    wgmma_accumulator_store_p wgmma_ref wgmma_wait with_memory_space_constraint
-"""
-
-
-def _disjoint(*groups: dict[str, OpSpec]) -> Mapping[str, OpSpec]:
+def _disjoint(*groups: dict[str, OpSpec]) -> dict[str, OpSpec]:
     """Merges the groups, and fails if a name is in two of them."""
     table: dict[str, OpSpec] = {}
     for group in groups:
@@ -787,147 +398,75 @@ def _disjoint(*groups: dict[str, OpSpec]) -> Mapping[str, OpSpec]:
         if twice:
             raise ValueError(f"primitives classified twice: {', '.join(sorted(twice))}")
         table |= group
-    return MappingProxyType(table)
+    return table
 
 
-TABLE: Mapping[str, OpSpec] = _disjoint(
-    _pointwise(),
-    _views(),
-    _reductions(),
-    _heavy(),
-    _indexed(),
-    _randoms(),
-    _bodies(),
-    _collectives(),
-    _effects(),
-    _metadata(),
-    _opaques(),
+# --- traits -------------------------------------------------------------------------------------
+
+_TRAITS: Mapping[Trait, str] = MappingProxyType(
+    {
+        Trait.EXACT: """
+            abs argmax argmin bitcast_convert_type broadcast broadcast_in_dim ceil clamp concatenate copy
+            copy_p copysign cummax cummin dynamic_slice dynamic_update_slice eq eq_to expand_dims floor
+            gather ge gt imag iota is_finite le le_to lt lt_to max min ne neg optimization_barrier pad
+            pvary real reduce_max reduce_min reduce_window_max reduce_window_min rem reshape rev round
+            scatter-max scatter-min select_n sharding_constraint sign slice sort split squeeze stack
+            stop_gradient tile top_k transpose unstack
+        """,
+        Trait.COMPARISON: "eq eq_to ge gt le le_to lt lt_to ne",
+        Trait.TIES: "select_and_gather_add select_and_scatter select_and_scatter_add",
+        Trait.JUMPS: """
+            approx_top_k argmax argmin bitcast_convert_type ceil eig eigh floor geqp3 geqrf hessenberg lu
+            qr random_gamma rem round schur sort svd top_k tridiagonal
+        """,
+        Trait.NEVER_NEGATIVE: "abs exp exp2 logistic sqrt square",
+        Trait.KEEPS_SIGN: """
+            add add_any broadcast_in_dim concatenate convert_element_type copy cumsum div gather max min
+            mul optimization_barrier pow reduce_max reduce_min reduce_prod reduce_sum reshape rev select_n
+            slice squeeze stop_gradient transpose
+        """,
+        Trait.DIFFERENCE: "add add_any atan2 complex div dot_general sub",
+        Trait.PATCHES: "clamp concatenate dynamic_update_slice max min pad scatter select_n stack",
+        Trait.JOIN: "concatenate pad",
+        Trait.ADDS: "add add_any cumsum dot_general reduce_sum reduce_window_sum sub",
+        Trait.TOTAL: "cumsum reduce_sum reduce_window_sum",
+        Trait.NAMED_BODY: "scatter-max scatter-min",
+    }
+)
+
+
+def _with_traits(rows: dict[str, OpSpec]) -> Mapping[str, OpSpec]:
+    """Writes the traits into the rows, and fails if one is said of a primitive without a row."""
+    for trait, names in _TRAITS.items():
+        for name in names.split():
+            if name not in rows:
+                raise ValueError(f"{name} is said to be {trait.value}, and has no row")
+            rows[name] = replace(rows[name], traits=rows[name].traits | {trait})
+    return MappingProxyType(rows)
+
+
+TABLE: Mapping[str, OpSpec] = _with_traits(
+    _disjoint(
+        _pointwise(),
+        _views(),
+        _reductions(),
+        _heavy(),
+        _indexed(),
+        _randoms(),
+        _bodies(),
+        _collectives(),
+        _effects(),
+        _metadata(),
+        _opaques(),
+    )
 )
 """The primitives of jax 0.10, 0.11 and 0.12, by name, and older spellings of the same ones.
 
-Left out on purpose is what `remat.trace.classify` knows more of: `polynomial` is element-wise or a loop, as its
-degree says.
+Left out on purpose is what `remat.trace.classify` knows more of (`polynomial` is element-wise or a loop, as its
+degree says), and what only occurs in the body of a kernel.
 """
 
-# --- classification -----------------------------------------------------------------------------
 
-_UNKNOWN_SPEC = OpSpec(OpClass.OPAQUE, _free, recomputable=False, exact=False)
-# Effects that only say that an operator mentions a mesh axis.
-_HARMLESS_EFFECTS = frozenset({"NamedAxisEffect"})
-
-
-def flops(name: str, params: Params, in_avals: Avals, out_avals: Avals) -> int:
-    """Returns the operations in one run of a primitive; 0 for an unknown one.
-
-    Args:
-        name: the primitive's name.
-        params: its parameters.
-        in_avals: its inputs, anything with `.shape` and `.dtype`.
-        out_avals: its outputs, likewise.
-
-    Raises:
-        KeyError, IndexError, TypeError: the parameters are not those of this primitive in jax 0.10
-            to 0.12; `classify` reports that instead.
-    """
-    spec = _specialise(name, params, in_avals, out_avals)
-    return int(spec.count(params, in_avals, out_avals))
-
-
-def classify(
-    name: str,
-    params: Params,
-    in_avals: Avals,
-    out_avals: Avals,
-    effects: Iterable[Any] = (),
-) -> OpCost:
-    """Returns what a planner needs to know about one operator; never raises on an unknown one.
-
-    Args:
-        name: the primitive's name.
-        params: its parameters.
-        in_avals: its inputs, anything with `.shape` and `.dtype`.
-        out_avals: its outputs, likewise.
-        effects: the effects jax attached to it; any that counts makes it run exactly once.
-
-    Returns:
-        Its cost. If the flops cannot be counted, because this jax spells the parameters otherwise,
-        they are taken as one per output element, `known` is False and `reason` says so.
-    """
-    spec = _specialise(name, params, in_avals, out_avals)
-    count, complaint = _count(spec, name, params, in_avals, out_avals)
-    effectful = spec.effectful or _has_side_effect(params, effects)
-    reason = spec.reason or (_EFFECT if effectful else complaint)
-    return OpCost(
-        op_class=spec.op_class,
-        flops=count,
-        fusible=spec.fusible and not effectful,
-        heavy=spec.op_class is OpClass.HEAVY,
-        random=spec.random,
-        effectful=effectful,
-        known=name in TABLE and not complaint,
-        recomputable=spec.recomputable and not effectful,
-        reason=reason,
-    )
-
-
-def _specialise(name: str, params: Params, in_avals: Avals, out_avals: Avals) -> OpSpec:
-    """Returns the table's row, corrected where a parameter or an operand decides."""
-    spec = TABLE.get(name)
-    if spec is None:
-        return replace(_UNKNOWN_SPEC, reason=_UNKNOWN.format(name))
-    if name == "device_put":
-        return _device_put(spec, params)
-    if name == "dot_general" and _is_outer_product(params):
-        return replace(TABLE["mul"], count=_per_output(1))
-    if name.startswith("reduce_window"):
-        return replace(spec, fusible=not _windows_overlap(params))
-    if (name == "reduce" and len(out_avals) > 1) or (
-        name == "random_bits" and in_avals and not _is_threefry(in_avals[0])
-    ):
-        return replace(spec, fusible=False)
-    return spec
-
-
-def _is_outer_product(params: Params) -> bool:
-    return params.get("dimension_numbers", (((0,), (0,)), None))[0] == ((), ())
-
-
-def _windows_overlap(params: Params) -> bool:
-    sizes = params.get("window_dimensions", ())
-    strides = params.get("window_strides", ())
-    dilated = any(step != 1 for step in params.get("window_dilation", ()))
-    return (
-        dilated
-        or len(sizes) != len(strides)
-        or any(size > stride for size, stride in zip(sizes, strides, strict=True))
-    )
-
-
-def _device_put(spec: OpSpec, params: Params) -> OpSpec:
-    """Tells an identity (no target) from a transfer, which is not repeated."""
-    if any(device is not None for device in params.get("devices", ())):
-        return replace(
-            spec,
-            recomputable=False,
-            reason="a transfer between devices or memories is not repeated",
-        )
-    return replace(spec, fusible=True)
-
-
-def _count(
-    spec: OpSpec, name: str, params: Params, in_avals: Avals, out_avals: Avals
-) -> tuple[int, str]:
-    """Returns the flops, and what went wrong if this jax spells the parameters differently."""
-    try:
-        return int(spec.count(params, in_avals, out_avals)), ""
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        guess = sum(map(aval_size, out_avals))
-        return (
-            guess,
-            f"cannot count the flops of `{name}` ({error!r}): taken as one per output element",
-        )
-
-
-def _has_side_effect(params: Params, effects: Iterable[Any]) -> bool:
-    marked = params.get("has_side_effect") or params.get("has_side_effects")
-    return bool(marked) or any(type(effect).__name__ not in _HARMLESS_EFFECTS for effect in effects)
+def primitives_with(trait: Trait) -> frozenset[str]:
+    """Returns the names of the primitives that have a trait."""
+    return frozenset(name for name, spec in TABLE.items() if trait in spec.traits)

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat import compat
+from remat.core.avals import aval_bytes
 from remat.core.errors import ImplementationError, nearest
-from remat.core.primitives import aval_bytes
 from remat.trace.program import program_of
 
 __all__ = [

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from remat import compat
-from remat.core.primitives import TABLE, OpCost, classify
+from remat.core.classify import OpCost, classify
+from remat.core.primitives import TABLE
 from remat.trace.calls import key_of
 from remat.trace.stablehlo import NotUnderstood, module_cost
 

@@ -16,9 +16,11 @@ from typing import Any
 import jax
 
 from remat import compat
+from remat.core.avals import aval_bytes
+from remat.core.classify import OpCost
 from remat.core.errors import TraceError
 from remat.core.graph import Graph, Op, Value
-from remat.core.primitives import OpClass, OpCost, aval_bytes
+from remat.core.primitives import OpClass
 from remat.trace.classify import classify_equation
 from remat.trace.decisions import Instances, compare_operands, decide, with_single_instances
 from remat.trace.program import (

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from remat.core.primitives import OpClass, OpCost, aval_size, classify
+from remat.core.avals import aval_size
+from remat.core.classify import OpCost, classify
+from remat.core.primitives import OpClass
 
 __all__ = ["NotUnderstood", "module_cost"]
 
