@@ -384,7 +384,7 @@ def _opaques() -> dict[str, OpSpec]:
         """
         call_exported call_hi_primitive call_hi_primitive_linearized call_tf compute_on cudnn_fusion
         custom_call custom_partitioning ffi_call fused_call mosaic_gpu_p mpmd_map tpu_custom_call
-        xla_metadata_call
+        with_memory_space_constraint xla_metadata_call
         """,
         custom,
     )
