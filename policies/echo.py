@@ -54,6 +54,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar
 
+from remat.core.buffers import fused_values
 from remat.core.graph import Graph, Op
 from remat.plans.plan import Schedule, form_of, stored_bytes
 from remat.plans.schedule import build_schedule
@@ -358,7 +359,7 @@ def _peak_bound_bytes(graph: Graph, kept: Collection[int]) -> int:
             last.update(dict.fromkeys(op.outputs, stop))
 
     free = {*graph.sources, *graph.cotangents, *graph.outputs, *graph.gradients}
-    written = {v for op in graph.ops if not op.fusible for v in op.inputs}
+    fused = fused_values(graph)
     change = [0] * (end + 2)
 
     def hold(nbytes: int, start: int, stop: int) -> None:
@@ -369,7 +370,7 @@ def _peak_bound_bytes(graph: Graph, kept: Collection[int]) -> int:
         for index in op.outputs:
             value = graph.values[index]
             is_kept = index in kept
-            is_fused = op.fusible and index not in written and not is_kept
+            is_fused = index in fused and not is_kept
             width = 0 if index in free or is_fused else value.nbytes
             if place >= turn:
                 hold(width, place, last.get(index, place))

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from remat.core.buffers import ends_kernel, kernel_results, live_ops
 from remat.core.cost import hlo_type
 from remat.core.devices import Device, get_device
 from remat.core.graph import Graph, Op
@@ -191,7 +192,7 @@ def condense_apart(
 
 def buffers_of(graph: Graph) -> frozenset[int]:
     """Returns the values that `condense` takes for buffers."""
-    return frozenset(_buffers(graph, _live_ops(graph)))
+    return frozenset(_buffers(graph, live_ops(graph)))
 
 
 def _condense(
@@ -204,7 +205,7 @@ def _condense(
     also: Collection[int] | None = None,
     join: bool = True,
 ) -> Condensed:
-    live = _live_ops(graph)
+    live = live_ops(graph)
     buffers = _buffers(graph, live)
     if also is not None:
         written = {v for op in graph.ops if op.id in live for v in op.outputs}
@@ -311,8 +312,7 @@ class _Nodes:
 
     def _overwrites(self, graph: Graph, node: int, reader: int, turn: int) -> bool:
         op = graph.ops[self.roots[reader]]
-        fuses = op.fusible and op.kind != "REDUCTION"
-        if not (fuses or op.name == _BARRIER) or (node < turn) != (reader < turn):
+        if (ends_kernel(op) and op.name != _BARRIER) or (node < turn) != (reader < turn):
             return False
         size = self.sizes[node]
         # A gradient takes nothing of its own; what is only turned or cast into one is written in its place.
@@ -347,75 +347,11 @@ class _Nodes:
         return Condensed(graph, problem, tuple(self.roots), values, tuple(self.fused), objective)
 
 
-def _live_ops(graph: Graph) -> set[int]:
-    """Operators that a result, a gradient or a side effect needs; XLA deletes the others."""
-    live = {op.id for op in graph.ops if op.effectful}
-    todo = [v for op in live for v in graph.ops[op].inputs]
-    todo += [*graph.outputs, *graph.gradients]
-    while todo:
-        producer = graph.values[todo.pop()].producer
-        if producer is not None and producer not in live:
-            live.add(producer)
-            todo += graph.ops[producer].inputs
-    return live
-
-
 def _buffers(graph: Graph, live: set[int]) -> set[int]:
-    roots = {*graph.outputs, *graph.gradients}
     worth_keeping: set[int] = set()
     for rules in (CutRules(), CutRules(heavy="roofline", random="cheap")):
         worth_keeping |= saved_cut(graph, rules).saved
-    found: set[int] = set()
-    for op in graph.ops:
-        if op.id not in live:
-            continue
-        own = not op.fusible or op.kind == "REDUCTION" or not (op.recomputable or op.decision)
-        for value in op.outputs:
-            users = [u for u in graph.users[value] if u in live]
-            read = any(not graph.ops[u].fusible for u in users)
-            wanted = value in roots or value in worth_keeping
-            if wanted or ((own or read) and users):
-                found.add(value)
-    return found | _shared(graph, live, found)
-
-
-def _shared(graph: Graph, live: set[int], buffers: set[int]) -> set[int]:
-    """Fused values that several kernels read and that take more reads than they have bytes."""
-    readers: dict[int, frozenset[int]] = {}  # of every fused value, at most two kernels
-    for op in reversed(graph.ops):
-        for value in op.outputs:
-            if op.id not in live or value in buffers:
-                continue
-            kernels: set[int] = set()
-            for user in graph.users[value]:
-                # The other phase reads what is kept, or makes the value again: that is the plan's choice.
-                same = graph.ops[user].phase == op.phase
-                if user in live and same and len(kernels) < 2:
-                    ends = [v for v in graph.ops[user].outputs if v in buffers]
-                    kernels.update(ends[:1])
-                    for v in graph.ops[user].outputs:
-                        kernels |= readers.get(v, frozenset())
-            readers[value] = frozenset(sorted(kernels)[:2])
-    found: set[int] = set()
-    reads: dict[int, frozenset[int]] = {}  # buffers that a fused value is made of
-    for op in graph.ops:
-        if op.id not in live:
-            continue
-        sources: set[int] = set()
-        for value in op.inputs:
-            producer = graph.values[value].producer
-            whole = value in buffers or value in found or producer is None
-            sources |= {value} if whole else reads.get(value, frozenset())
-        for value in op.outputs:
-            if value in buffers:
-                continue
-            size = graph.values[value].nbytes
-            read_bytes = sum(min(graph.values[v].nbytes, size) for v in sources)
-            if len(readers.get(value, ())) > 1 and 2 * read_bytes > 3 * size > 0:
-                found.add(value)
-            else:
-                reads[value] = frozenset(sources)
-    return found
+    return kernel_results(graph, live, worth_keeping)
 
 
 def _kernel(graph: Graph, op: Op, node_of: Mapping[int, int]) -> tuple[set[int], set[int]]:

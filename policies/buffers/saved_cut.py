@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from remat.core.buffers import is_written_forward
 from remat.core.cost import hlo_type
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
@@ -115,21 +116,10 @@ class _Capacity:
         if not self.graph.values[value].savable:
             return INFINITE
         size = stored_bytes(self.graph.values[value])
-        passes = 1 if self._materialized(value) else 2
+        passes = 1 if is_written_forward(self.graph, value) else 2
         memory = 0 if value in self.graph.alive_anyway else self.memory_weight
         # An empty or zero-byte value still has to be on one side; one unit breaks no tie between others.
         return size * (passes * _SCALE + memory) + 1
-
-    def _materialized(self, value: int) -> bool:
-        """Whether the forward pass writes the value to memory anyway (Algorithm 2)."""
-        graph = self.graph
-        if value in graph.alive_anyway or value in graph.carried:
-            return True
-        producer = graph.values[value].producer
-        if producer is None or not graph.ops[producer].fusible:
-            return True
-        users = (graph.ops[user] for user in graph.users[value])
-        return any(not op.fusible for op in users if op.phase == "forward")
 
     def recompute(self, op: Op) -> int:
         """Price of running a forward operator again; `INFINITE` bans it."""

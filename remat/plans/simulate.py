@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from remat.core.buffers import fused_values
 from remat.core.errors import ScheduleError
 from remat.core.graph import Graph
 from remat.plans.plan import Schedule, Step, stored_bytes
@@ -81,7 +82,7 @@ class _Machine:
         self.free_of_charge = {*graph.inputs, *graph.constants, *graph.outputs, *graph.gradients}
         self.free_of_charge.update(graph.cotangents)
         if fused:
-            self.free_of_charge.update(_virtual(graph))
+            self.free_of_charge.update(fused_values(graph))
         self.saved_charge: set[int] = set()
         self.live_bytes = 0
         self.turned = False
@@ -178,17 +179,6 @@ def _crossing(graph: Graph, schedule: Schedule) -> frozenset[int]:
         elif step.action == "free":
             there.discard(step.target)
     return frozenset(there.difference(graph.outputs, graph.gradients))
-
-
-def _virtual(graph: Graph) -> set[int]:
-    """Values that XLA fuses away: made by a fusible operator and read only by fusible operators."""
-    found = set()
-    for value in graph.values:
-        if value.producer is None or not graph.ops[value.producer].fusible:
-            continue
-        if all(graph.ops[user].fusible for user in graph.users[value.id]):
-            found.add(value.id)
-    return found
 
 
 def simulate(graph: Graph, schedule: Schedule, *, fused: bool = True) -> Replay:
