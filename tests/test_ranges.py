@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from remat.trace.intervals import Interval
 from remat.trace.program import Program, evaluate, program_of
-from remat.trace.ranges import Interval, integer_ranges
+from remat.trace.ranges import integer_ranges
 from tests.random_graphs import laws
 
 I8 = jnp.zeros((3, 4), jnp.int8)

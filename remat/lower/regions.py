@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from remat import compat
-from remat.core.errors import PlanError
 from remat.core.avals import aval_bytes
+from remat.core.errors import PlanError
 from remat.core.primitives import OpClass
-from remat.plans.plan import Plan, primal_name
+from remat.plans.plan import Plan
+from remat.plans.record import primal_name
 from remat.trace.classify import classify_equation
-from remat.trace.decisions import instances_of, with_single_instances
+from remat.trace.instances import instances_of, with_single_instances
 from remat.trace.program import Program, evaluate, program_of
 from remat.trace.symbolic import STAND_IN
 

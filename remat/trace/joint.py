@@ -22,7 +22,8 @@ from remat.core.errors import TraceError
 from remat.core.graph import Graph, Op, Value
 from remat.core.primitives import OpClass
 from remat.trace.classify import classify_equation
-from remat.trace.decisions import Instances, compare_operands, decide, with_single_instances
+from remat.trace.decisions import compare_operands, decide
+from remat.trace.instances import Instances, with_single_instances
 from remat.trace.program import (
     LOOP_SCOPE,
     PRIMAL_TAG,
