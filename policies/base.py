@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from remat.core.errors import PolicyError, nearest
 from remat.core.graph import Alternatives, Graph, Implementations, wanted_sites
-from remat.plans.plan import Certificate, Status
+from remat.plans.record import Certificate, Status
 
 __all__ = [
     "BudgetPolicy",

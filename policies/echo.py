@@ -55,10 +55,11 @@ from itertools import accumulate
 from typing import ClassVar
 
 from remat.core.buffers import fused_values
+from remat.core.forms import form_of, stored_bytes
 from remat.core.graph import Graph, Op
-from remat.plans.plan import Schedule, form_of, stored_bytes
 from remat.plans.schedule import build_schedule
 from remat.plans.simulate import Timeline, simulate
+from remat.plans.steps import Schedule
 from remat.policies.base import Decision
 
 __all__ = ["Echo"]

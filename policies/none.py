@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from remat.core.forms import form_of
 from remat.core.graph import Graph
-from remat.plans.plan import form_of
 from remat.plans.schedule import no_remat_saved
 from remat.policies.base import Decision, required_saves
 

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.layered import graph_folder, published
 from remat.core.graph import Graph
-from remat.plans.plan import Schedule
+from remat.plans.steps import Schedule
 from remat.policies.solvers.problem import Problem
 
 Function = Callable[..., Any]

@@ -24,7 +24,8 @@ from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
 from remat.planning.resort import held, limit_bytes
 from remat.planning.within import plan_within
-from remat.plans.plan import Certificate, Plan
+from remat.plans.plan import Plan
+from remat.plans.record import Certificate
 from remat.plans.simulate import simulate
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Policy, Revolve, SaveAll, Sublinear
 from remat.policies.base import Decision

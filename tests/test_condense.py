@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from random_graphs import GraphBuilder, graphs, laws, rngs
 
 import remat
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph
 from remat.planning.make import make_plan
-from remat.plans.plan import stored_bytes
 from remat.policies import Ilp
 from remat.policies.buffers.condense import Condensed, condense
 from remat.policies.solvers.problem import peak_of_order, replay

@@ -17,8 +17,8 @@ from models.cases import CASES
 from remat.compiler.compile import CPU_COMPILER_OPTIONS
 from remat.core.errors import BudgetError, ScheduleError
 from remat.core.graph import Graph
-from remat.plans.plan import Schedule, Step
 from remat.plans.simulate import simulate
+from remat.plans.steps import Schedule, Step
 from remat.policies import Ilp, MinCut
 
 X = jax.random.normal(jax.random.key(0), (16, 32))

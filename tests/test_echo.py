@@ -18,9 +18,10 @@ from random_graphs import GraphBuilder, graphs, laws, relabelled, rngs, seeded_g
 from versions import TANH_KEEPS_ONE_ARRAY
 
 import remat
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph
 from remat.planning.make import make_plan
-from remat.plans.plan import Plan, stored_bytes
+from remat.plans.plan import Plan
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import Replay, simulate
 from remat.policies import Full, SaveAll

@@ -16,9 +16,10 @@ from models import mlp
 from remat.core.graph import Graph
 from remat.memory.predict import buffers, peak_bytes, predict, predict_body
 from remat.planning.make import make_plan, with_loops
-from remat.plans.plan import LoopPlan, Schedule, Step
+from remat.plans.plan import LoopPlan
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import simulate
+from remat.plans.steps import Schedule, Step
 from remat.policies import Full, SaveAll
 from remat.policies.base import required_saves
 

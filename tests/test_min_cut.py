@@ -16,7 +16,8 @@ from random_graphs import GraphBuilder, graphs, laws
 import remat
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
-from remat.plans.plan import Plan, Saved
+from remat.plans.plan import Plan
+from remat.plans.record import Saved
 from remat.policies import MinCut, SaveAll
 
 INFINITY = float("inf")

@@ -21,9 +21,9 @@ import remat
 from remat.core.errors import ScheduleError
 from remat.core.graph import Graph
 from remat.planning.make import make_plan, plan_from_saved
-from remat.plans.plan import Schedule, Step
 from remat.plans.schedule import build_schedule
 from remat.plans.simulate import simulate
+from remat.plans.steps import Schedule, Step
 from remat.policies import Auto, Checkmate, Ilp, Policy, Revolve, Sublinear
 from remat.policies.base import Decision
 from remat.policies.buffers.condense import Condensed, condense

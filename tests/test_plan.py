@@ -16,9 +16,12 @@ from random_graphs import chain, graphs, laws, seeded_graph
 
 import remat
 from remat.core.errors import PlanError
+from remat.core.forms import form_of, stored_bytes
 from remat.core.graph import Graph, Value
 from remat.planning.make import make_plan, with_loops
-from remat.plans.plan import Certificate, LoopPlan, Plan, Schedule, Step, form_of, stored_bytes
+from remat.plans.plan import LoopPlan, Plan
+from remat.plans.record import Certificate
+from remat.plans.steps import Schedule, Step
 from remat.policies import Full, MinCut, SaveAll
 
 

@@ -19,7 +19,9 @@ import remat
 from remat.core.graph import Graph
 from remat.planning.make import make_plan
 from remat.plans.diff import Change, PlanDiff, diff, first_difference
-from remat.plans.plan import Certificate, LoopPlan, Plan, Schedule, Step
+from remat.plans.plan import LoopPlan, Plan
+from remat.plans.record import Certificate
+from remat.plans.steps import Schedule, Step
 from remat.policies import Full, MinCut, SaveAll
 
 

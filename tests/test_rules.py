@@ -13,8 +13,8 @@ import pytest
 from versions import MAXIMUM_COMPARES_OPERANDS
 
 import remat
+from remat.core.forms import stored_bytes
 from remat.core.graph import required_sites
-from remat.plans.plan import stored_bytes
 from remat.policies import Gist, MinCut, Monet
 from remat.rewrite.menu import Menu
 from remat.rewrite.rules import RULES

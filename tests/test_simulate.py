@@ -11,9 +11,9 @@ from random_graphs import GraphBuilder, chain, graphs, laws
 
 from remat.core.errors import ScheduleError
 from remat.core.graph import Graph
-from remat.plans.plan import Schedule, Step
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import Timeline, simulate
+from remat.plans.steps import Schedule, Step
 
 TURN = Step("turn")
 

@@ -22,7 +22,8 @@ from remat.planning import session as budget
 from remat.planning.make import make_plan
 from remat.planning.time_limit import TimeLimit
 from remat.planning.within import plan_within
-from remat.plans.plan import Certificate, Plan
+from remat.plans.plan import Plan
+from remat.plans.record import Certificate
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Monet, Sublinear, Unchanged
 from remat.policies.base import Decision
 from remat.policies.solvers import search as _search

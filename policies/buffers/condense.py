@@ -31,8 +31,8 @@ from typing import Literal
 from remat.core.buffers import ends_kernel, kernel_results, live_ops
 from remat.core.cost import hlo_type
 from remat.core.devices import Device, get_device
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
-from remat.plans.plan import stored_bytes
 from remat.policies.buffers.saved_cut import CutRules, saved_cut
 from remat.policies.solvers.problem import Problem
 

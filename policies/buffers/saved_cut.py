@@ -12,8 +12,9 @@ from typing import Literal
 from remat.core.buffers import is_written_forward
 from remat.core.cost import hlo_type
 from remat.core.devices import get_device
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
-from remat.plans.plan import Certificate, stored_bytes
+from remat.plans.record import Certificate
 from remat.policies.base import Decision
 from remat.policies.solvers.flow import INFINITE, Cut, minimum_cut
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from remat.core.deadline import out_of_time, seconds_left
 from remat.core.errors import BudgetError
 from remat.core.interrupt import Keyboard, ended, interrupted, say
-from remat.plans.plan import Certificate, Status
+from remat.plans.record import Certificate, Status
 from remat.plans.report import human_bytes
 from remat.policies.base import Decision, largest_named, required_saves
 from remat.policies.buffers.condense import Condensed

@@ -20,7 +20,8 @@ from remat.compat.barriers import tied
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Value
 from remat.lower.encode import decode, encode
-from remat.plans.plan import Plan, Step
+from remat.plans.plan import Plan
+from remat.plans.steps import Step
 from remat.trace.custom_rules import Rule, with_rule, without_rule
 from remat.trace.joint import Joint
 from remat.trace.program import (

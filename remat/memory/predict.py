@@ -59,8 +59,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op, Value
-from remat.plans.plan import Schedule, stored_bytes
+from remat.plans.steps import Schedule
 
 __all__ = ["Alive", "Buffer", "Prediction", "buffers", "peak_bytes", "predict", "predict_body"]
 

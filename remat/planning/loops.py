@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from remat.core.devices import get_device
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph
 from remat.core.interrupt import ended
 from remat.planning.make import plan_from_saved
-from remat.plans.plan import Plan, stored_bytes
+from remat.plans.plan import Plan
 from remat.policies import Full, MinCut, Policy
 from remat.policies.base import Decision, carried_reads, describe_options, required_saves
 from remat.policies.buffers.condense import Condensed, condense

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 from remat.core.cost import op_seconds
 from remat.core.devices import get_device
+from remat.core.forms import form_of, stored_bytes
 from remat.core.graph import Graph
 from remat.memory.predict import peak_bytes, predict
-from remat.plans.plan import LoopPlan, Plan, Recomputed, Saved, Schedule, form_of, stored_bytes
+from remat.plans.plan import LoopPlan, Plan
+from remat.plans.record import Recomputed, Saved
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import Replay, simulate
+from remat.plans.steps import Schedule
 from remat.policies.base import Decision, Policy, describe_options
 
 __all__ = ["make_plan", "plan_from_saved", "with_loops"]

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from remat.core.graph import Graph, Op
-from remat.plans.plan import Certificate, LoopPlan, Plan, Recomputed, Saved, Schedule
+from remat.plans.record import Certificate, LoopRecord, PlanRecord, Recomputed, Saved
 from remat.plans.report import (
     human_bytes,
     human_flops,
@@ -23,6 +23,7 @@ from remat.plans.report import (
     short_source,
     table,
 )
+from remat.plans.steps import Schedule
 
 __all__ = ["Change", "PlanDiff", "Repetition", "diff", "first_difference"]
 
@@ -342,8 +343,8 @@ class PlanDiff:
     less: tuple[Repetition, ...] = ()
     order_changed: bool = False
     loops: tuple[tuple[str, PlanDiff], ...] = ()
-    loops_only_old: tuple[LoopPlan, ...] = ()
-    loops_only_new: tuple[LoopPlan, ...] = ()
+    loops_only_old: tuple[LoopRecord, ...] = ()
+    loops_only_new: tuple[LoopRecord, ...] = ()
     loop_lengths: tuple[Change, ...] = ()
     loop_chunks: tuple[Change, ...] = ()
     others: tuple[str, ...] = ()
@@ -363,7 +364,7 @@ class PlanDiff:
         return "\n".join(_report(self, top)) if self else "The plans are equal."
 
 
-def diff(old: Plan, new: Plan) -> PlanDiff:
+def diff(old: PlanRecord, new: PlanRecord) -> PlanDiff:
     """Compares two plans.
 
     Values and operators are matched by number if both plans are of the same function (equal fingerprints),
@@ -409,10 +410,12 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _compared() -> Iterator[str]:
-    return (item.name for item in fields(Plan) if item.compare)
+    return (item.name for item in fields(PlanRecord) if item.compare)
 
 
-def _changes(old: Plan, new: Plan, chosen: Callable[[str, Any], bool]) -> tuple[Change, ...]:
+def _changes(
+    old: PlanRecord, new: PlanRecord, chosen: Callable[[str, Any], bool]
+) -> tuple[Change, ...]:
     found = []
     for name in _compared():
         was, now = getattr(old, name), getattr(new, name)
@@ -502,7 +505,7 @@ def _paired(
 
 
 def _kept(
-    old: Plan, new: Plan, matches: _Matches
+    old: PlanRecord, new: PlanRecord, matches: _Matches
 ) -> tuple[tuple[Saved, ...], tuple[Saved, ...], tuple[tuple[Saved, Saved], ...]]:
     entries = {entry.value: entry for entry in new.saved}
     only_old, changed = [], []
@@ -515,7 +518,7 @@ def _kept(
     return tuple(only_old), tuple(entries.values()), tuple(changed)
 
 
-def _repetitions(old: Plan, new: Plan, matches: _Matches) -> tuple[Repetition, ...]:
+def _repetitions(old: PlanRecord, new: PlanRecord, matches: _Matches) -> tuple[Repetition, ...]:
     entries = {entry.op: entry for entry in new.recomputed}
     found = []
     for entry in old.recomputed:
@@ -529,7 +532,7 @@ def _repetitions(old: Plan, new: Plan, matches: _Matches) -> tuple[Repetition, .
     return tuple(found)
 
 
-def _with_loops(found: PlanDiff, old: Plan, new: Plan) -> PlanDiff:
+def _with_loops(found: PlanDiff, old: PlanRecord, new: PlanRecord) -> PlanDiff:
     theirs, ours = ({entry.path: entry for entry in plan.loops} for plan in (old, new))
     both = [path for path in theirs if path in ours]
     inner = [(path, diff(theirs[path].plan, ours[path].plan)) for path in both]
@@ -545,7 +548,7 @@ def _with_loops(found: PlanDiff, old: Plan, new: Plan) -> PlanDiff:
     )
 
 
-def _with_others(found: PlanDiff, old: Plan, new: Plan) -> PlanDiff:
+def _with_others(found: PlanDiff, old: PlanRecord, new: PlanRecord) -> PlanDiff:
     """Adds the fields that differ and of which nothing says so yet."""
     kept = found.only_old or found.only_new or found.changed
     repeated = found.more or found.less

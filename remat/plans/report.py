@@ -17,7 +17,7 @@ from typing import TypeVar
 from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
-from remat.plans.plan import LoopPlan, Plan, Recomputed, Saved
+from remat.plans.record import LoopRecord, PlanRecord, Recomputed, Saved
 
 __all__ = [
     "describe",
@@ -117,7 +117,7 @@ def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> list[st
     return lines
 
 
-def describe(plan: Plan, top: int = 12) -> str:
+def describe(plan: PlanRecord, top: int = 12) -> str:
     """Returns the explanation of a plan as text of about 100 columns.
 
     Args:
@@ -132,7 +132,7 @@ def describe(plan: Plan, top: int = 12) -> str:
     return "\n".join(lines)
 
 
-def _header(plan: Plan) -> list[str]:
+def _header(plan: PlanRecord) -> list[str]:
     options = f"({plan.options})" if plan.options else ""
     return [
         *_wrapped(f"remat plan by policy {plan.policy_name}{options}", 0),
@@ -146,7 +146,7 @@ def _header(plan: Plan) -> list[str]:
     ]
 
 
-def _rewritten(plan: Plan) -> list[str]:
+def _rewritten(plan: PlanRecord) -> list[str]:
     """At how many places the backward pass is computed from other values, by rule."""
     if not plan.graph.sites:
         return []
@@ -155,7 +155,7 @@ def _rewritten(plan: Plan) -> list[str]:
     return _wrapped(f"Rewritten before planning: {named}.", 0)
 
 
-def _budget(plan: Plan) -> list[str]:
+def _budget(plan: PlanRecord) -> list[str]:
     if plan.budget_bytes is None:
         return []
     share = plan.peak_bytes / plan.budget_bytes
@@ -164,7 +164,7 @@ def _budget(plan: Plan) -> list[str]:
     ]
 
 
-def _status(plan: Plan) -> str:
+def _status(plan: PlanRecord) -> str:
     proof = plan.certificate
     if proof is None:
         return f"{plan.status}, no bound on how far from optimal"
@@ -178,7 +178,7 @@ def _status(plan: Plan) -> str:
     )
 
 
-def _body(plan: Plan, top: int) -> list[str]:
+def _body(plan: PlanRecord, top: int) -> list[str]:
     lines = _summary(plan)
     lines += ["", *_kept(plan, top), "", *_again(plan, top)]
     for paths, entry in _distinct_loops(plan.loops):
@@ -186,7 +186,7 @@ def _body(plan: Plan, top: int) -> list[str]:
     return lines
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: PlanRecord) -> list[str]:
     peak = "predicted peak (estimate)"
     rows = [
         ("", "no remat", "this plan", "ratio", "bytes"),
@@ -206,7 +206,7 @@ def _against(before: int, after: int) -> tuple[str, str, str, str]:
     return human_bytes(before), human_bytes(after), ratio, f"{before:,} -> {after:,}"
 
 
-def _share(plan: Plan) -> str:
+def _share(plan: PlanRecord) -> str:
     """Repeated operations relative to one step without rematerialization."""
     loops = sum(entry.length * entry.plan.recompute_flops for entry in plan.loops)
     step = sum(op.flops for op in plan.graph.ops) - loops
@@ -230,7 +230,7 @@ def _common_scope(scopes: Sequence[str]) -> str:
     return short_scope(scopes[0]) if len(set(scopes)) == 1 else _any_number(scopes[0])
 
 
-def _is_loop_result(plan: Plan, entry: Saved) -> bool:
+def _is_loop_result(plan: PlanRecord, entry: Saved) -> bool:
     producer = plan.graph.values[entry.value].producer
     if producer is None:
         return False
@@ -238,7 +238,7 @@ def _is_loop_result(plan: Plan, entry: Saved) -> bool:
     return op.loop is not None or (bool(plan.loops) and op.name == "scan")
 
 
-def _kept(plan: Plan, top: int) -> list[str]:
+def _kept(plan: PlanRecord, top: int) -> list[str]:
     def key(entry: Saved) -> Hashable:
         if _is_loop_result(plan, entry):
             return plan.graph.values[entry.value].producer
@@ -265,7 +265,7 @@ def _kept(plan: Plan, top: int) -> list[str]:
     return lines
 
 
-def _kept_row(plan: Plan, group: Sequence[Saved]) -> tuple[str, ...]:
+def _kept_row(plan: PlanRecord, group: Sequence[Saved]) -> tuple[str, ...]:
     entry, count = group[0], len(group)
     if _is_loop_result(plan, entry):
         return human_bytes(_stored(group)), "", _count(count, "array"), entry.op, ""
@@ -276,7 +276,7 @@ def _kept_row(plan: Plan, group: Sequence[Saved]) -> tuple[str, ...]:
     return human_bytes(_stored(group)), times, label, made, short_source(entry.source)
 
 
-def _kept_why(plan: Plan, group: Sequence[Saved]) -> list[str]:
+def _kept_why(plan: PlanRecord, group: Sequence[Saved]) -> list[str]:
     entry = group[0]
     if _is_loop_result(plan, entry):
         path = plan.graph.ops[plan.graph.values[entry.value].producer or 0].loop or "the loop"
@@ -289,7 +289,7 @@ def _kept_why(plan: Plan, group: Sequence[Saved]) -> list[str]:
     return _wrapped(f"{scope}: {why}" if scope else why, 14)
 
 
-def _otherwise(plan: Plan, group: Sequence[Saved]) -> str:
+def _otherwise(plan: PlanRecord, group: Sequence[Saved]) -> str:
     """What it would cost to make the values of a group again from the others that are kept."""
     graph, chip = plan.graph, get_device(plan.device)
     kept = frozenset(entry.value for entry in plan.saved)
@@ -319,7 +319,7 @@ def _stored(entries: Iterable[Saved]) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
-def _again(plan: Plan, top: int) -> list[str]:
+def _again(plan: PlanRecord, top: int) -> list[str]:
     if not plan.recomputed:
         outside = " outside of the loops" if plan.loops else ""
         return [f"Nothing runs again in the backward pass{outside}."]
@@ -350,13 +350,13 @@ def _repeated(entries: Iterable[Recomputed]) -> int:
     return sum(entry.flops * entry.times for entry in entries)
 
 
-def _distinct_loops(loops: Iterable[LoopPlan]) -> list[tuple[tuple[str, ...], LoopPlan]]:
+def _distinct_loops(loops: Iterable[LoopRecord]) -> list[tuple[tuple[str, ...], LoopRecord]]:
     """Loops planned alike together, under all their paths."""
     groups = _groups(loops, lambda loop: (loop.length, loop.chunk, loop.plan.digest()))
     return [(tuple(loop.path for loop in group), group[0]) for group in groups]
 
 
-def _loop(paths: Sequence[str], entry: LoopPlan, top: int) -> list[str]:
+def _loop(paths: Sequence[str], entry: LoopRecord, top: int) -> list[str]:
     plan = entry.plan
     once, total = human_bytes(plan.saved_bytes), human_bytes(entry.length * plan.saved_bytes)
     name = f"Loop {paths[0]}" if len(paths) == 1 else f"Loops {', '.join(paths)} (alike), each"

@@ -12,8 +12,9 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from remat.core.forms import form_of
 from remat.core.graph import Graph, Op
-from remat.plans.plan import Schedule, Step, form_of
+from remat.plans.steps import Schedule, Step
 
 __all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
 

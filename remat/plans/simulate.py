@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from remat.core.buffers import fused_values
 from remat.core.errors import ScheduleError
+from remat.core.forms import stored_bytes
 from remat.core.graph import Graph
-from remat.plans.plan import Schedule, Step, stored_bytes
+from remat.plans.steps import Schedule, Step
 
 __all__ = ["Replay", "Timeline", "simulate"]
 
