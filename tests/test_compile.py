@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -26,21 +25,9 @@ from remat.core.devices import GPU_NAMES
 from remat.core.errors import CompileError
 
 MIB = 2**20
-_HAS_PLUGIN = any(
-    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")
-    for name in ("xla_cuda13", "xla_cuda12")
-)
-needs_gpu_compiler = pytest.mark.skipif(
-    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
-)
 
 
-def gpu_compile(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that compiles for a GPU that is not there."""
-    return pytest.mark.gpu_compile(needs_gpu_compiler(test))
-
-
-h200 = pytest.param("h200", marks=[pytest.mark.gpu_compile, needs_gpu_compiler])
+h200 = pytest.param("h200", marks=pytest.mark.gpu_compile)
 both = pytest.mark.parametrize("device", ["cpu", h200])
 
 
@@ -389,7 +376,7 @@ def test_a_failure_is_tried_once_and_an_installation_is_noticed(
         compile_without_tools(without_tools, program)
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 def test_what_only_xla_finds_is_found_out_in_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -401,7 +388,7 @@ def test_what_only_xla_finds_is_found_out_in_another_process(
     forget_tools()
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("device", GPU_NAMES)
 def test_every_gpu_compiles(device: str) -> None:
     report = compile_report(lambda x, y: x @ y, bf16(1024, 1024), bf16(1024, 1024), device=device)
@@ -412,7 +399,7 @@ def test_every_gpu_compiles(device: str) -> None:
     assert any("not attached" in note for note in report.unknown)
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 def test_roofline_of_a_large_matmul_is_its_flops_at_peak() -> None:
     n = 4096
     report = compile_report(lambda x, y: x @ y, bf16(n, n), bf16(n, n), device="h200")
@@ -421,7 +408,7 @@ def test_roofline_of_a_large_matmul_is_its_flops_at_peak() -> None:
     assert report.roofline_seconds == pytest.approx(2 * n**3 / 989.4e12)
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 def test_remat_shows_in_memory_and_matmuls_on_an_absent_gpu() -> None:
     def loss(x: jax.Array, weights: Any, layer: Callable[..., Any]) -> jax.Array:
         return jnp.sum(jax.lax.scan(lambda c, w: (layer(c, w), None), x, weights)[0])
@@ -439,7 +426,7 @@ def test_remat_shows_in_memory_and_matmuls_on_an_absent_gpu() -> None:
     assert full.matmuls_executed == 8 * 8
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 def test_offloaded_residuals_are_host_memory() -> None:
     from jax.ad_checkpoint import checkpoint_name
 
@@ -465,7 +452,7 @@ def test_offloaded_residuals_are_host_memory() -> None:
     assert any(kernel.kind == "host-copy" for kernel in report.kernels)
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 def test_works_where_jax_was_started_without_naming_a_platform() -> None:
     program = """
 import jax, jax.numpy as jnp

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import random
 from collections.abc import Callable
@@ -26,16 +25,6 @@ from tests.random_graphs import laws
 
 SHAPES = ((), (0,), (1,), (7,), (8,), (3, 5), (16, 3), (4, 0), (5, 8, 3), (2, 3, 64), (300,))
 LOSSY = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2", "sparse:0.5", "sparse:0.1")
-has_plugin = any(
-    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")
-    for name in ("xla_cuda13", "xla_cuda12")
-)
-
-
-def gpu_compile(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that compiles for a GPU that is not there."""
-    reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
-    return pytest.mark.gpu_compile(pytest.mark.skipif(not has_plugin, reason=reason)(test))
 
 
 def value_of(array: Any, bounds: tuple[int, int] | None = None) -> Value:
@@ -314,7 +303,7 @@ def coded(x: jax.Array) -> jax.Array:
     return (x > 0).astype(jnp.int32) + 2 * (x > 1).astype(jnp.int32)
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("shape", ALIGNED)
 @pytest.mark.parametrize("form, code", [("bits", lambda x: x > 0), ("uint2", coded)])
 def test_packing_is_part_of_the_kernel_that_makes_the_value(
@@ -329,7 +318,7 @@ def test_packing_is_part_of_the_kernel_that_makes_the_value(
     assert report.temp_bytes == 0
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("shape", [*ALIGNED, (64, 8, 100), (33, 77, 5)])
 @pytest.mark.parametrize("form, dtype", [("bits", jnp.bool_), ("uint2", jnp.int32)])
 def test_unpacking_is_part_of_the_kernel_that_reads_the_value(
@@ -346,14 +335,14 @@ def test_unpacking_is_part_of_the_kernel_that_reads_the_value(
     assert report.temp_bytes == 0
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("shape", [(64, 8, 100), (33, 77, 5)])
 def test_packing_along_another_axis_is_a_kernel_of_its_own(shape: tuple[int, ...]) -> None:
     assert kernels(lambda x: pack_bits(x > 0), f32(*shape)) == 1
     assert kernels(lambda x: (jnp.maximum(x, 0), pack_bits(x > 0)), f32(*shape)) == 2
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("form", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
 def test_narrow_floats_are_kept_narrow_in_one_program(form: str) -> None:
     """XLA would drop a pair of conversions, and keep the wide array."""
@@ -377,7 +366,7 @@ def test_narrow_floats_are_kept_narrow_in_one_program(form: str) -> None:
     assert kernels(lambda stored: jnp.cos(decode(form, stored, shape, jnp.float32)), narrow) == 1
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 def test_what_sparse_costs() -> None:
     """A sort and a gather going in; coming back, a scatter before the reader."""
     shape = (64, 4096)

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_graphs import laws
-from test_compile import gpu_compile
 from versions import ZEROS_OF_STACKS_ARE_MADE_AT_ONCE
 
 import remat
@@ -536,7 +535,7 @@ def stacked_rnns(w: jax.Array, x: jax.Array, xs: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(step, x, jnp.cos(first))[1] ** 2)
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("chunks", [(), (8,)], ids=str)
 def test_the_compiler_makes_the_zeros_of_all_stacks_of_a_type_at_once(
     chunks: tuple[int, ...],
@@ -550,7 +549,7 @@ def test_the_compiler_makes_the_zeros_of_all_stacks_of_a_type_at_once(
     assert abs(predicted - report.temp_bytes) <= 0.1 * report.temp_bytes
 
 
-@gpu_compile
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("count", [64, 256])
 def test_the_compiler_confirms_the_memory_of_chunks(count: int) -> None:
     rows, width = 4096, 32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +20,6 @@ from remat.compiler.compile import CompileReport, compile_report
 from remat.core.errors import TraceError
 from remat.rewrite import pooling
 
-_HAS_PLUGIN = any(
-    importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.{name}")
-    for name in ("xla_cuda13", "xla_cuda12")
-)
 Pads = tuple[tuple[int, int], ...]
 
 # Shape, window, strides, padding.
@@ -331,9 +326,6 @@ def gpu_reports(window_size: int, dtype: str) -> dict[str, CompileReport]:
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.skipif(
-    not _HAS_PLUGIN, reason="XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
-)
 @pytest.mark.parametrize(
     ("window", "dtype"), list(itertools.product((2, 3), ("bfloat16", "float32")))
 )
