@@ -1,11 +1,33 @@
-"""What all tests have in common: a Ctrl-C that a test presses itself fails that test, not the run."""
+"""What all tests have in common: hypothesis profiles, the GPU compiler that may be missing, Ctrl-C, baselines.
+
+`REMAT_HYPOTHESIS` chooses the profile of the properties: `quick` (without it) tries the same few examples every time,
+`nightly` draws other ones each time, ten times as many, and prints how a failure is reproduced.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from remat.compiler.toolchain import find_plugin
+
+settings.register_profile("quick", deadline=None, derandomize=True)
+settings.register_profile("nightly", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("REMAT_HYPOTHESIS", "quick"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu_compile` where XLA's GPU compiler is not installed."""
+    if find_plugin() is not None:
+        return
+    reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
+    for item in items:
+        if item.get_closest_marker("gpu_compile") is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)
