@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from new_primitives import new_primitive
 
 import remat
-from remat.compat.jaxprs import name_of, open_jaxpr, sub_jaxprs
+from remat.compat import name_of, open_jaxpr, sub_jaxprs
 from remat.core.classify import OpCost
 from remat.core.classify import classify as by_table
 from remat.core.primitives import OpClass

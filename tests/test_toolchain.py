@@ -11,7 +11,7 @@ import jaxlib
 import pytest
 
 import remat.compiler.toolchain as toolchain
-from remat.compat.jaxprs import cuda_data_dir
+from remat.compat import cuda_data_dir
 from remat.compiler.toolchain import (
     Plugin,
     data_dir_of_flags,

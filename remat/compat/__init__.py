@@ -1,53 +1,63 @@
-"""The only room that touches jax internals or depends on the jax version (jax >= 0.10)."""
+"""The only room that touches jax internals or depends on the jax version (jax >= 0.10).
 
-from remat.compat.jaxprs import (
+Everything else in `remat` uses jax's public API, and this room as `from remat import compat`.
+"""
+
+from remat.compat.contexts import (
     CPU_UNDOES_REMATERIALIZATION,
-    ScanParts,
-    at_site,
+    cuda_data_dir,
+    in_loop_body,
+    is_eager_in_shard_map,
+    is_forward_only,
+    is_gradient,
+    is_tracer,
+    jax_checkpoint,
+    names_of_policy,
+    top_level_trace,
+    trace_context,
+)
+from remat.compat.equations import (
     avals_of,
-    barrier_after,
     call_body,
     called_function_name,
     calls_derivative_rules,
     checkpoint_name_of,
     checkpoint_names,
-    comparison_like,
-    cotangent_of,
-    cuda_data_dir,
-    equation_with_sizes,
-    evaluate_equation,
     has_jvp_rule,
     has_ordered_effects,
     has_rule,
     holds_backward_pass,
-    identity_of,
-    in_loop_body,
-    is_eager_in_shard_map,
-    is_forward_only,
-    is_gradient,
     is_literal,
-    is_symbolic,
-    is_tracer,
-    jax_checkpoint,
     name_of,
-    names_of_policy,
     open_jaxpr,
     plain_params,
+    scope_of,
+    source_of,
+    sub_jaxprs,
+    traced_value_of,
+    uses_references,
+)
+from remat.compat.evaluation import (
+    at_site,
+    barrier_after,
+    comparison_like,
+    evaluate_equation,
+    identity_of,
     rounding_after,
+)
+from remat.compat.loops import (
+    ScanParts,
     run_chunks,
     run_scan,
     scan_parts,
-    scope_of,
-    shape_of,
-    source_of,
-    sub_jaxprs,
-    top_level_trace,
     trace_chunk,
-    trace_context,
-    traced_value_of,
-    uses_references,
+)
+from remat.compat.sizes import equation_with_sizes, with_sizes
+from remat.compat.types import (
+    cotangent_of,
+    is_symbolic,
+    shape_of,
     varying_axes,
-    with_sizes,
     zeros_of,
 )
 

@@ -26,7 +26,6 @@ import numpy as np
 from jax.experimental import topologies
 
 from remat import compat
-from remat.compat.jaxprs import cuda_data_dir
 from remat.compiler.hlo import Module, parse_module
 from remat.compiler.kernels import Kernel, find_kernels
 from remat.compiler.report import CompileReport
@@ -207,7 +206,7 @@ def _absent_gpu(device: Device, data_dir: str | None) -> jax.sharding.SingleDevi
             f"installed. {how_to_install()}"
         )
     plugin.check_versions()
-    _check_tools(device, plugin, data_dir or cuda_data_dir())
+    _check_tools(device, plugin, data_dir or compat.cuda_data_dir())
     return _described_gpu(device, plugin.module)
 
 

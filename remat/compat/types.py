@@ -1,0 +1,58 @@
+"""Abstract values: shape, placement, cotangents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.export
+
+__all__ = [
+    "cotangent_of",
+    "is_symbolic",
+    "shape_of",
+    "varying_axes",
+    "zeros_of",
+]
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value inside `shard_map` differs; jax has spelt this in two ways."""
+    axes = getattr(aval, "manual_axis_type", None)
+    return (
+        frozenset(axes.varying) if axes is not None else frozenset(getattr(aval, "vma", ()) or ())
+    )
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Returns the mesh axes over which an array inside `shard_map` differs."""
+    return _varying(jax.typeof(value))
+
+
+def cotangent_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns the abstract cotangent of a result: its shape, dtype and placement."""
+    return shape_of(aval.to_ct_aval() if hasattr(aval, "to_ct_aval") else aval)
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and placement of an abstract value, as an argument to trace with."""
+    extra: dict[str, Any] = {}
+    if _varying(aval):
+        key = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
+        extra[key] = getattr(aval, key)
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and not getattr(sharding.mesh, "empty", True):
+        extra["sharding"] = sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **extra)
+
+
+def zeros_of(aval: Any) -> Any:
+    """Returns zeros of an abstract value, varying over mesh axes as it says."""
+    zeros = jax.numpy.zeros(aval.shape, aval.dtype)
+    axes = tuple(sorted(_varying(aval)))
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def is_symbolic(aval: Any) -> bool:
+    """Whether an abstract value has a dimension that is not known (`jax.export.symbolic_shape`)."""
+    return any(map(jax.export.is_symbolic_dim, getattr(aval, "shape", ())))
