@@ -18,7 +18,9 @@ from versions import TANH_KEEPS_ONE_ARRAY
 import remat
 from remat.core.graph import Graph
 from remat.planning.make import make_plan
-from remat.plans.diff import Change, PlanDiff, diff, first_difference
+from remat.plans.diff import diff
+from remat.plans.differences import Change, PlanDiff
+from remat.plans.graph_diff import first_difference
 from remat.plans.plan import LoopPlan, Plan
 from remat.plans.record import Certificate
 from remat.plans.steps import Schedule, Step

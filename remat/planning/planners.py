@@ -12,7 +12,7 @@ from remat.planning.protocol import NO_CHUNKS, SteadyPlanner
 from remat.planning.resort import CheckedSession
 from remat.planning.session import BudgetSession
 from remat.planning.within import MARGIN
-from remat.plans.diff import first_difference
+from remat.plans.graph_diff import first_difference
 from remat.plans.paths import is_rest
 from remat.plans.plan import LoopPlan, Plan
 from remat.policies import Full, Policy

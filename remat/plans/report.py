@@ -20,10 +20,13 @@ from remat.core.graph import Graph, Op
 from remat.plans.record import LoopRecord, PlanRecord, Recomputed, Saved
 
 __all__ = [
+    "counted",
     "describe",
+    "grouped",
     "human_bytes",
     "human_flops",
     "human_seconds",
+    "numberless_scope",
     "short_scope",
     "short_source",
     "table",
@@ -115,6 +118,24 @@ def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> list[st
         cells = [f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True) if w]
         lines.append((" " * indent + "  ".join(cells)).rstrip())
     return lines
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Returns items with equal keys together, in the order in which the keys first appear."""
+    found: dict[Hashable, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return list(found.values())
+
+
+def numberless_scope(scope: str) -> str:
+    """Returns a scope with its block numbers blanked out: what identical blocks have in common."""
+    return _NUMBER.sub("*", short_scope(scope))
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: `1 value`, `2 values`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe(plan: PlanRecord, top: int = 12) -> str:
@@ -213,21 +234,8 @@ def _share(plan: PlanRecord) -> str:
     return f"+{plan.recompute_flops / step:.1%}" if step > 0 else "-"
 
 
-def _groups(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Items with equal keys together, in the order in which the keys first appear."""
-    found: dict[Hashable, list[Item]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return list(found.values())
-
-
-def _any_number(scope: str) -> str:
-    """A scope with its block numbers blanked out: what identical blocks have in common."""
-    return _NUMBER.sub("*", short_scope(scope))
-
-
 def _common_scope(scopes: Sequence[str]) -> str:
-    return short_scope(scopes[0]) if len(set(scopes)) == 1 else _any_number(scopes[0])
+    return short_scope(scopes[0]) if len(set(scopes)) == 1 else numberless_scope(scopes[0])
 
 
 def _is_loop_result(plan: PlanRecord, entry: Saved) -> bool:
@@ -242,14 +250,14 @@ def _kept(plan: PlanRecord, top: int) -> list[str]:
     def key(entry: Saved) -> Hashable:
         if _is_loop_result(plan, entry):
             return plan.graph.values[entry.value].producer
-        place = (_any_number(entry.scope), entry.source)
+        place = (numberless_scope(entry.scope), entry.source)
         return (entry.label, entry.form, entry.op, entry.tags, *place, entry.why)
 
     kept = [entry for entry in plan.saved if not entry.is_input]
     arguments = [entry for entry in plan.saved if entry.is_input]
-    groups = sorted(_groups(kept, key), key=lambda group: -_stored(group))
+    groups = sorted(grouped(kept, key), key=lambda group: -_stored(group))
     title = (
-        f"Kept for the backward pass: {_count(len(kept), 'value')}, {human_bytes(_stored(kept))}"
+        f"Kept for the backward pass: {counted(len(kept), 'value')}, {human_bytes(_stored(kept))}"
     )
     lines = [title + (", largest first:" if kept else ".")]
     rows = [_kept_row(plan, group) for group in groups[:top]]
@@ -260,7 +268,7 @@ def _kept(plan: PlanRecord, top: int) -> list[str]:
         lines.append(f"  and {len(rest)} smaller, {human_bytes(_stored(rest))} together")
     if arguments:
         lines.append(
-            f"  and {_count(len(arguments), 'argument')}, {human_bytes(_stored(arguments))}, alive anyway"
+            f"  and {counted(len(arguments), 'argument')}, {human_bytes(_stored(arguments))}, alive anyway"
         )
     return lines
 
@@ -268,7 +276,7 @@ def _kept(plan: PlanRecord, top: int) -> list[str]:
 def _kept_row(plan: PlanRecord, group: Sequence[Saved]) -> tuple[str, ...]:
     entry, count = group[0], len(group)
     if _is_loop_result(plan, entry):
-        return human_bytes(_stored(group)), "", _count(count, "array"), entry.op, ""
+        return human_bytes(_stored(group)), "", counted(count, "array"), entry.op, ""
     label = entry.label if entry.form == "raw" else f"{entry.label} as {entry.form}"
     tags = " ".join(f"'{tag}'" for tag in entry.tags)
     times = f"x{count}" if count > 1 else ""
@@ -323,11 +331,13 @@ def _again(plan: PlanRecord, top: int) -> list[str]:
     if not plan.recomputed:
         outside = " outside of the loops" if plan.loops else ""
         return [f"Nothing runs again in the backward pass{outside}."]
-    groups = _groups(plan.recomputed, lambda e: (e.name, e.label, _any_number(e.scope), e.source))
+    groups = grouped(
+        plan.recomputed, lambda e: (e.name, e.label, numberless_scope(e.scope), e.source)
+    )
     groups.sort(key=lambda group: (-_repeated(group), -sum(e.nbytes * e.times for e in group)))
     runs = sum(entry.times for entry in plan.recomputed)
     lines = [
-        f"Runs again in the backward pass: {_count(runs, 'operator')}, "
+        f"Runs again in the backward pass: {counted(runs, 'operator')}, "
         f"{human_flops(_repeated(plan.recomputed))}, costliest first:"
     ]
     rows = [_again_row(group) for group in groups[:top]]
@@ -352,7 +362,7 @@ def _repeated(entries: Iterable[Recomputed]) -> int:
 
 def _distinct_loops(loops: Iterable[LoopRecord]) -> list[tuple[tuple[str, ...], LoopRecord]]:
     """Loops planned alike together, under all their paths."""
-    groups = _groups(loops, lambda loop: (loop.length, loop.chunk, loop.plan.digest()))
+    groups = grouped(loops, lambda loop: (loop.length, loop.chunk, loop.plan.digest()))
     return [(tuple(loop.path for loop in group), group[0]) for group in groups]
 
 
@@ -360,9 +370,9 @@ def _loop(paths: Sequence[str], entry: LoopRecord, top: int) -> list[str]:
     plan = entry.plan
     once, total = human_bytes(plan.saved_bytes), human_bytes(entry.length * plan.saved_bytes)
     name = f"Loop {paths[0]}" if len(paths) == 1 else f"Loops {', '.join(paths)} (alike), each"
-    turns, one = _count(entry.length, "iteration"), "iteration"
+    turns, one = counted(entry.length, "iteration"), "iteration"
     if entry.chunk > 1:
-        turns = f"{_count(entry.length, 'chunk')} of {entry.chunk} iterations, run again in the backward pass,"
+        turns = f"{counted(entry.length, 'chunk')} of {entry.chunk} iterations, run again in the backward pass,"
         one = "chunk"
     lines = _wrapped(
         f"{name}: {turns} that keep {once}, {total} in all. "
@@ -402,7 +412,3 @@ def _fitted(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [
         (*rest, last if len(last) <= room else "..." + last[-(room - 3) :]) for *rest, last in rows
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
