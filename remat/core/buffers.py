@@ -6,19 +6,21 @@ itself is not. So a value is *written*
 * if its operator ends a kernel: XLA merges it with nothing that reads the result, or
 * if an operator reads it that XLA does not merge with what it reads.
 
-That is `is_written`. Who asks differs in which operators end a kernel, in which readers count, and in what is written
-although it need not be, because that takes less time or because a plan keeps it:
+That is `is_written`. Those who ask differ in which operators end a kernel, in which readers count, and in what is
+written besides, because that takes less time or because a plan keeps it:
 
-| asked by | ends a kernel | readers that count | written besides |
-| --- | --- | --- | --- |
-| the referee, Echo: `fused_values` | what does not fuse | all | what crosses into the backward pass, or is kept |
-| the minimum cut: `is_written_forward` | what does not fuse | those of the forward pass | results, what a loop carries |
-| planners within a budget: `kernel_results` | also reductions, and what may not run again | those that anything needs | results, what a cut keeps, what is dear to make in several kernels |
-| the memory model: `remat.memory.fusion` | also reductions | runs that anything needs, repetitions apart | results, what several kernels read if that takes less time |
+* The referee and Echo, `fused_values`: what does not fuse ends a kernel; all readers count; besides, what crosses into
+  the backward pass or is kept. A count that knows no prices.
+* The minimum cut, `is_written_forward`: what does not fuse ends a kernel; readers in the forward pass count, since
+  what the backward pass reads is what is being decided; besides, results and what a loop carries.
+* Planners within a budget, `kernel_results`: reductions and what may not run again end a kernel, too; readers count
+  that anything needs; besides, results, what a cut keeps, and what is dear to make in several kernels. One answer for
+  all plans of a graph.
+* The memory model, `remat.memory.fusion`: reductions end a kernel, too; each run of an operator is a reader of its
+  own, if anything needs it; besides, results, and what several kernels read if writing it takes less time. The answer
+  for one plan.
 
-The differences are on purpose. The referee's count is a bound that knows no prices. The cut decides what the backward
-pass reads, so that cannot make a value a buffer. Planners need one answer for all plans of a graph, the memory model
-has one plan and looks at each run. To give all of them the planners' rule would change plans.
+The differences are on purpose: to give all of them one variant would change plans.
 """
 
 from __future__ import annotations

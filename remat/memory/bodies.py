@@ -1,0 +1,103 @@
+"""The two programs of a loop's body: one iteration of the forward loop, and one of the backward loop.
+
+In a body the results are parts of arrays in use. What was stacked is read as slices; a slice is a buffer if an
+operator that does not fuse reads it. What a loop in the body stacks or sums is a buffer that is then copied into
+the stack, or added to the sum, of the loop around it; what it carries is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from remat.core.graph import Graph
+from remat.memory.instances import Action, Builder, actions_of
+from remat.memory.program import Program, Working
+from remat.plans.steps import Schedule
+
+__all__ = ["body_programs"]
+
+
+def body_programs(
+    graph: Graph, schedule: Schedule | None, working: Working
+) -> tuple[Program, Program]:
+    """Returns what one iteration of the forward loop runs, and of the backward loop.
+
+    Args:
+        graph, schedule: as in `remat.memory.predict.predict`, of the loop's body.
+        working: what the planned loops in the body need.
+    """
+    steps = actions_of(graph, schedule)
+    turn = next((i for i, step in enumerate(steps) if step[0] == "turn"), len(steps))
+    ahead = Builder(graph, working, in_loop=True)
+    ahead.given((*graph.inputs, *graph.constants))
+    ahead.sliced(graph.inputs)
+    ahead.run(steps[:turn])
+    back = Builder(graph, working, in_loop=True)
+    back.given((*graph.inputs, *graph.constants, *graph.cotangents))
+    back.sliced(graph.inputs)
+    carried = [v for v in graph.outputs if v in graph.carried]
+    back.sliced(set(graph.cotangents) - _of_type(graph, graph.cotangents, carried))
+    raw, bits = _read_before_made(graph, steps[turn:])
+    back.crossing([v for v in raw if v in ahead.raw], packed=False)
+    back.crossing([v for v in bits if v in ahead.bits], packed=True)
+    back.run(steps[turn:], offset=turn)
+    ahead.program.results = [
+        *(ahead.raw[v] for v in graph.outputs),
+        *(ahead.raw[v] for v in raw if v in ahead.raw),
+        *(ahead.bits[v] for v in bits if v in ahead.bits),
+    ]
+    back.program.stacks = True
+    back.program.results = [back.raw[v] for v in graph.gradients]
+    ahead.program.copied = _made_by_loops(ahead.program, set(carried))
+    back.program.copied = _made_by_loops(back.program, _of_type(graph, graph.gradients, carried))
+    return ahead.program, back.program
+
+
+def _read_before_made(graph: Graph, steps: Iterable[Action]) -> tuple[list[int], list[int]]:
+    """The raw and packed values that steps read before they make them, and gradients they never make."""
+    raw: dict[int, None] = {}
+    bits: dict[int, None] = {}
+    made: set[int] = set()
+    packed: set[int] = set()
+    for action, target, values in steps:
+        if action == "compute":
+            op = graph.ops[target]
+            raw.update((v, None) for v in op.inputs if v not in made)
+            made.update(op.outputs)
+        elif action == "encode":
+            packed.add(target)
+        elif action == "decode":
+            if target not in packed:
+                bits[target] = None
+            made.add(target)
+        elif action == "barrier":
+            raw.update((v, None) for v in values if v not in made)
+    raw.update((v, None) for v in graph.gradients if v not in made)
+    given = {*graph.inputs, *graph.constants, *graph.cotangents}
+    return [v for v in raw if v not in given and v not in bits], list(bits)
+
+
+def _made_by_loops(program: Program, carried: set[int]) -> set[int]:
+    """The results of a body that a loop in it makes, but for those that it hands on in place."""
+    instances = program.instances
+    roots = {instances[index].root for index in program.results}
+    made = (root for root in roots if instances[root].producer >= 0)
+    return {
+        root
+        for root in made
+        if program.nodes[instances[root].producer].name == "scan"
+        and instances[root].value not in carried
+    }
+
+
+def _of_type(graph: Graph, values: Iterable[int], types: Iterable[int]) -> set[int]:
+    """For each of `types` one of `values` of the same type: cotangents and gradients of what is carried."""
+    left = list(values)
+    found: set[int] = set()
+    for other in types:
+        kind = graph.values[other].shape, graph.values[other].dtype
+        alike = [v for v in left if (graph.values[v].shape, graph.values[v].dtype) == kind]
+        if alike:
+            left.remove(alike[0])
+            found.add(alike[0])
+    return found

@@ -1,0 +1,218 @@
+"""What XLA fuses: which instances are buffers, and which kernels read them.
+
+A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is merged
+with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
+gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer only if several kernels read
+it and writing it once takes less time than making it in each of them. Kernels of one size that do not depend on one
+another count as one: XLA merges them into a kernel with several results. It follows XLA's `priority_fusion` and
+`multi_output_fusion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat.core.buffers import is_written
+from remat.memory.program import Node, Program
+from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SMALL_SHARE
+
+__all__ = ["Fusion"]
+
+
+class Fusion:
+    """Which instances become buffers, and which kernels read them.
+
+    Attributes:
+        live: for every node whether a result depends on it.
+        users: for every instance the live nodes that read it.
+        is_buffer: for every instance whether it is written to memory.
+        kernels: for every node the kernels it is part of, each by its last node.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.live = self._find_live()
+        self.users = self._find_users()
+        # To make a value: bytes to read, and instructions as bytes.
+        self.reads: list[float] = [float(i.nbytes) for i in program.instances]
+        self.work: list[float] = [0.0] * len(program.instances)
+        # The buffers among what it takes; small ones left out.
+        self.leaves = [frozenset((i.root,)) for i in program.instances]
+        self.read_by: dict[int, set[int]] = {}
+        self._estimate()
+        self._reach: list[int] | None = None
+        self.is_buffer = [i.producer < 0 for i in program.instances]
+        self.kernels: list[frozenset[int]] = [frozenset()] * len(program.nodes)
+        self._choose()
+
+    def _find_live(self) -> list[bool]:
+        nodes = self.program.nodes
+        live = [False] * len(nodes)
+        needed = [False] * len(self.program.instances)
+        for index in self.program.results:
+            needed[index] = True
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            if not node.outs or any(needed[out] for out in node.outs):
+                live[number] = True
+                for index in node.ins:
+                    needed[index] = True
+        return live
+
+    def _find_users(self) -> list[list[int]]:
+        users: list[list[int]] = [[] for _ in self.program.instances]
+        for number, node in enumerate(self.program.nodes):
+            if self.live[number]:
+                for index in dict.fromkeys(node.ins):
+                    users[index].append(number)
+        return users
+
+    def _estimate(self) -> None:
+        """What it takes to make every value if what several operators read is written where that pays."""
+        instances = self.program.instances
+        for number, node in enumerate(self.program.nodes):
+            if node.kind == "zeros":  # whether they are in memory is not known when XLA estimates
+                self.reads[node.outs[0]], self.leaves[node.outs[0]] = 0.0, frozenset()
+                continue
+            if not self.live[number] or not node.fusible or node.reduces:
+                continue
+            for out in node.outs:
+                reads, work = self._cost(node, out)
+                nbytes, readers = instances[out].nbytes, len(self.users[out])
+                if readers > 1 and _pays(nbytes, work, reads, [reads] * readers):
+                    continue
+                self.reads[out] = min(nbytes, reads) if readers > 1 else reads
+                self.work[out] = work
+                found = self._union(self.leaves, node.ins)
+                least = SMALL_SHARE * nbytes
+                if any([instances[leaf].nbytes < least for leaf in found]):
+                    found = frozenset([leaf for leaf in found if instances[leaf].nbytes >= least])
+                self.leaves[out] = found
+
+    def _cost(self, node: Node, out: int) -> tuple[float, float]:
+        instances = self.program.instances
+        elements = instances[out].elements
+        reads = 0.0
+        work = node.additions * elements * BYTES_PER_ADDITION
+        for index in node.ins:
+            reads += self.reads[index]
+            size = instances[index].elements
+            # A slice makes only its part of what it reads.
+            work += self.work[index] * (elements / size if size > elements else 1)
+        return reads, work
+
+    def _choose(self) -> None:
+        """From the results back: a value's kernels are known once those of its readers are."""
+        nodes, results = self.program.nodes, set(self.program.results)
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            if not self.live[number]:
+                continue
+            outs = node.outs
+            readers = self.users[outs[0]] if len(outs) == 1 else self._readers(outs)
+            kernels = self._union(self.kernels, readers)
+            written = (
+                is_written(not node.fusible or node.reduces, [nodes[user] for user in readers])
+                or not results.isdisjoint(outs)
+                or (len(kernels) > 1 and self._written_once(node, kernels))
+            )
+            if written or not kernels:
+                kernels = frozenset((number,))
+                for out in outs:
+                    self.is_buffer[out] = True
+            self.kernels[number] = kernels
+            for kernel in kernels:
+                read = self.read_by.setdefault(kernel, set())
+                for index in node.ins:
+                    read |= self.leaves[index]
+
+    def _readers(self, outs: Sequence[int]) -> list[int]:
+        return [user for out in outs for user in self.users[out]]
+
+    @staticmethod
+    def _union(sets: Sequence[frozenset[int]], of: Sequence[int]) -> frozenset[int]:
+        """The union; without a new set where there is one that holds the others."""
+        if not of:
+            return frozenset()
+        found = sets[of[0]]
+        for index in of[1:]:
+            other = sets[index]
+            if not other <= found:
+                found = other if found <= other else found | other
+        return found
+
+    def _written_once(self, node: Node, kernels: frozenset[int]) -> bool:
+        """Whether one write and a read per kernel cost less than making it in every kernel.
+
+        A kernel does not pay for reading what it reads in any case.
+        """
+        instances = self.program.instances
+        out = node.outs[0]
+        nbytes = instances[out].nbytes
+        reads, work = self._cost(node, out)
+        leaves = self._union(self.leaves, node.ins)
+        whole = sum(instances[leaf].nbytes for leaf in leaves)
+        scale = min(1.0, reads / whole) if whole else 0.0
+
+        def pays(kernels: Sequence[int]) -> bool:
+            again = [
+                scale * sum(instances[leaf].nbytes for leaf in leaves - self.read_by[kernel])
+                for kernel in kernels
+            ]
+            return _pays(nbytes, work, reads, again)
+
+        if not pays(list(kernels)):
+            return False
+        apart = self._apart(kernels)
+        return len(apart) > 1 and pays(apart)
+
+    def _apart(self, kernels: frozenset[int]) -> list[int]:
+        """The kernels that are left when those of one size that are independent are merged."""
+        if len(kernels) > MOST_KERNELS:
+            return list(kernels)
+        reach = self._reachable()
+        groups: list[tuple[int, list[int]]] = []
+        for kernel in sorted(kernels):
+            size = self.size(kernel)
+            for other, members in groups:
+                if other == size and not any(reach[m] >> kernel & 1 for m in members):
+                    members.append(kernel)
+                    break
+            else:
+                groups.append((size, [kernel]))
+        return [members[0] for _, members in groups]
+
+    def size(self, number: int) -> int:
+        """The number of elements a kernel walks over."""
+        node, instances = self.program.nodes[number], self.program.instances
+        around = node.ins if node.reduces else node.outs
+        return max((instances[index].elements for index in around), default=0)
+
+    def _reachable(self) -> list[int]:
+        """For every node the set, as bits, of the nodes that depend on it, itself included."""
+        if self._reach is None:
+            reach = [0] * len(self.program.nodes)
+            for number in range(len(reach) - 1, -1, -1):
+                if self.live[number]:
+                    bits = 1 << number
+                    for out in self.program.nodes[number].outs:
+                        for user in self.users[out]:
+                            bits |= reach[user]
+                    reach[number] = bits
+            self._reach = reach
+        return self._reach
+
+
+def _pays(nbytes: int, work: float, reads: float, again: Sequence[float]) -> bool:
+    """Whether to write a value once rather than to make it in every kernel that reads it.
+
+    Memory traffic and arithmetic overlap, so a kernel takes as long as the longer of the two. All in bytes.
+
+    Args:
+        nbytes: of the value, written once and read by every kernel.
+        work: arithmetic to make it.
+        reads: what a kernel that makes it reads.
+        again: for every kernel that needs it what that would read to make it, beyond what it reads anyway.
+    """
+    once = max(work, reads + nbytes) + len(again) * nbytes
+    return once < sum(max(work, more) for more in again)

@@ -1,0 +1,282 @@
+"""From steps to instances: what runs, what runs again, and of which value there is which instance when.
+
+The same operator on the same instances is one run: XLA merges repetitions that no barrier separates. A barrier
+makes new instances that share their buffers; so do reshapes and whatever else moves no data (`identities`). Zeros
+that the graph does not name are added to what reads or overwrites them (`zeros`). The gradient of a max pool first
+finds where every window has its largest: an array of indices per dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal
+
+from remat.core.forms import stored_bytes
+from remat.core.graph import Graph, Op
+from remat.memory.identities import moves_nothing, signature
+from remat.memory.program import Instance, Node, Program, Working
+from remat.memory.tables import (
+    ADDITIONS,
+    CODE_ADDITIONS,
+    INDEX_BYTES,
+    POOL_GRADIENT,
+    RANDOM_ADDITIONS,
+    SCATTERS,
+)
+from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
+from remat.plans.steps import Schedule
+
+__all__ = ["Action", "Builder", "actions_of", "build_program"]
+
+Action = tuple[str, int, tuple[int, ...]]
+"""A step: its action, its target, the values that a barrier ties."""
+
+
+def actions_of(graph: Graph, schedule: Schedule | None) -> list[Action]:
+    """Returns a schedule's steps; without one every operator once, in the graph's order."""
+    if schedule is not None:
+        return [(step.action, step.target, step.values) for step in schedule.steps]
+    steps: list[Action] = [("compute", op.id, ()) for op in graph.ops]
+    first = next((op.id for op in graph.backward_ops()), len(steps))
+    return [*steps[:first], ("turn", -1, ()), *steps[first:]]
+
+
+def build_program(graph: Graph, schedule: Schedule | None, working: Working) -> Program:
+    """Returns the program of a graph that is no loop's body.
+
+    Args:
+        graph, schedule: as in `remat.memory.predict.predict`.
+        working: what its planned loops need.
+    """
+    builder = Builder(graph, working)
+    builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
+    builder.run(actions_of(graph, schedule))
+    program = builder.program
+    program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
+    return program
+
+
+class Builder:
+    """Turns steps into nodes and instances."""
+
+    def __init__(self, graph: Graph, working: Working, *, in_loop: bool = False) -> None:
+        self.graph = graph
+        self.working = working
+        self.program = Program(graph, in_loop=in_loop)
+        self.raw: dict[int, int] = {}
+        self.bits: dict[int, int] = {}
+        self._seen: dict[Hashable, list[int]] = {}
+        self._ran: set[int] = set()
+        self._added = frozenset(op.id for op in graph.ops if is_added_up(graph, op))
+        self._shared = self.program.shared = shared_zeros(graph, self._added)
+        # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
+        self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
+
+    def given(self, values: Iterable[int]) -> None:
+        """Values that are there before the first step."""
+        for value in values:
+            self.raw[value] = self._new(value, -1)
+            self.program.sources.add(self.raw[value])
+
+    def sliced(self, given: Iterable[int]) -> None:
+        """Of what a loop's body is given, marks what is a slice of a stacked array."""
+        whole = {*self.graph.invariant, *self.graph.carried}
+        self.program.slices.update(self.raw[v] for v in given if v not in whole)
+
+    def crossing(self, values: Iterable[int], *, packed: bool) -> None:
+        """Values that the forward loop stacked, sliced for this iteration."""
+        for value in values:
+            index = self._new(value, -1, packed=packed)
+            (self.bits if packed else self.raw)[value] = index
+            self.program.sources.add(index)
+            self.program.slices.add(index)
+
+    def run(self, steps: Sequence[Action], offset: int = 0) -> None:
+        """Executes steps."""
+        for index, (action, target, values) in enumerate(steps, start=offset):
+            if action == "compute":
+                self._compute(index, self.graph.ops[target])
+            elif action == "encode":
+                made = self._code(index, "pack", target, self._instance(index, target))
+                self.bits[target] = made
+            elif action == "decode":
+                self.raw[target] = self._code(index, "unpack", target, self.bits[target])
+            elif action == "barrier":
+                places = [(self.bits if v in self.bits else self.raw, v) for v in values]
+                ins = tuple(
+                    self.bits[v] if v in self.bits else self._instance(index, v) for v in values
+                )
+                for (place, v), tied in zip(places, self._tie(index, None, ins), strict=True):
+                    place[v] = tied
+
+    def _new(
+        self,
+        value: int,
+        producer: int,
+        *,
+        root: int = -1,
+        packed: bool = False,
+        nbytes: int | None = None,
+    ) -> int:
+        found = self.graph.values[value]
+        if nbytes is None:
+            nbytes = stored_bytes(found) if packed else found.nbytes
+        elements = math.prod(found.shape)
+        index = len(self.program.instances)
+        root = index if root < 0 else self.program.instances[root].root
+        instance = Instance(value, nbytes, elements, producer, root, packed)
+        self.program.instances.append(instance)
+        return index
+
+    def _tie(self, step: int, op: Op | None, ins: tuple[int, ...]) -> list[int]:
+        number = len(self.program.nodes)
+        node = Node("barrier", op, "barrier", ins, [], step, fusible=False)
+        self.program.nodes.append(node)
+        for index in ins:
+            old = self.program.instances[index]
+            node.outs.append(self._new(old.value, number, root=index, packed=old.packed))
+        return node.outs
+
+    def _code(self, step: int, kind: Literal["pack", "unpack"], value: int, source: int) -> int:
+        key = (kind, source)
+        if key not in self._seen:
+            number = len(self.program.nodes)
+            packs = kind == "pack"
+            node = Node(
+                kind, None, kind, (source,), [], step, True, packs, additions=CODE_ADDITIONS
+            )
+            self.program.nodes.append(node)
+            node.outs.append(self._new(value, number, packed=packs))
+            self._seen[key] = node.outs
+        return self._seen[key][0]
+
+    def _compute(self, step: int, op: Op) -> None:
+        if op.id in self._added:
+            ins = tuple(self._instance(step, v) for v in op.inputs[op.name != POOL_GRADIENT :])
+            if op.name == POOL_GRADIENT:
+                ins = self._indices(step, op, ins)
+            self.raw.pop(op.outputs[0], None)
+            self._postponed[op.outputs[0]] = op, ins
+            return
+        postponed = self._postponed and op.name == "add_any"
+        later = [v for v in op.inputs if v in self._postponed] if postponed else []
+        if later:
+            added, ins = self._postponed.pop(later[0])
+            other = op.inputs[op.inputs[0] == later[0]]
+            ins = (*ins, self._instance(step, other))
+            self.raw[op.outputs[0]] = self._node(step, added, ins, op.outputs)[0]
+            return
+        if self._postponed:
+            ins = tuple(self._instance(step, v) for v in op.inputs)
+        else:
+            ins = tuple([self.raw[v] for v in op.inputs])
+        if op.name == "optimization_barrier" and len(ins) == len(op.outputs):
+            for value, tied in zip(op.outputs, self._tie(step, op, ins), strict=True):
+                self.raw[value] = tied
+            return
+        if op.name == "broadcast_in_dim" and not ins and self._is_shared(op.outputs[0]):
+            self.raw[op.outputs[0]] = self._zeros(step, op.outputs[0])
+            return
+        ins = self._with_zeros(step, op, ins)
+        if op.name == POOL_GRADIENT:
+            ins = self._indices(step, op, ins)
+        if (
+            len(ins) == 1
+            and len(op.outputs) == 1
+            and moves_nothing(self.graph, op, in_loop=self.program.in_loop)
+        ):
+            self.raw[op.outputs[0]] = ins[0]
+            return
+        key = (signature(self.graph, op), ins)
+        made = self._seen.get(key)
+        if made is None:
+            made = self._seen[key] = self._node(step, op, ins)
+        self.raw.update(zip(op.outputs, made, strict=True))
+
+    def _instance(self, step: int, value: int) -> int:
+        """The instance of a value; runs a scatter that was postponed."""
+        if value in self._postponed:
+            op, ins = self._postponed.pop(value)
+            ins = (*ins, self._fresh_zeros(step, value))
+            self.raw[value] = self._node(step, op, ins)[0]
+        return self.raw[value]
+
+    def _is_shared(self, value: int) -> bool:
+        return array_kind(self.graph.values[value]) in self._shared
+
+    def _zeros(self, step: int, value: int) -> int:
+        """The zeros in the form of a value, one array for the whole program."""
+        key = ("zeros", array_kind(self.graph.values[value]))
+        if key not in self._seen:
+            self._seen[key] = self._filled(step, value, ())
+        return self._seen[key][0]
+
+    def _fresh_zeros(self, step: int, value: int) -> int:
+        """Zeros that are written over: where others read the same zeros, a copy of them."""
+        ins = (self._zeros(step, value),) if self._is_shared(value) else ()
+        return self._filled(step, value, ins)[0]
+
+    def _filled(self, step: int, value: int, ins: tuple[int, ...]) -> list[int]:
+        number = len(self.program.nodes)
+        node = Node("zeros", None, "zeros", ins, [], step, fusible=not ins, additions=1)
+        self.program.nodes.append(node)
+        node.outs.append(self._new(value, number))
+        return node.outs
+
+    def _with_zeros(self, step: int, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
+        """The operands with zeros that the graph does not name."""
+        if op.name == POOL_GRADIENT and not op.padded:
+            return (*ins, self._fresh_zeros(step, op.outputs[0]))
+        if op.name in SCATTERS and fills_zeros(self.graph, op) and self._is_shared(op.outputs[0]):
+            return (self._fresh_zeros(step, op.outputs[0]), *ins[1:])
+        if op.name == "max" and len(ins) == 1 and self._is_shared(op.outputs[0]):
+            return (*ins, self._zeros(step, op.outputs[0]))
+        if op.name == "scan":
+            found = [self._zeros(step, value) for value in op.outputs if self._is_shared(value)]
+            return (*ins, *dict.fromkeys(found))
+        return ins
+
+    def _indices(self, step: int, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
+        """The operands of a pool's gradient: instead of the pool's operand, where every window has its largest.
+
+        That is an array of indices per dimension, made by a kernel that fuses with what it reads if the pool does.
+        """
+        source, operand = op.inputs[:2]
+        pools = (self.graph.ops[user] for user in self.graph.users[operand])
+        fusible = any(pool.name == "reduce_window_max" and pool.fusible for pool in pools)
+        key = ("indices", ins[1], self.graph.values[source].shape)
+        if key not in self._seen:
+            number = len(self.program.nodes)
+            node = Node("indices", None, "indices", (ins[1],), [], step, fusible, True)
+            self.program.nodes.append(node)
+            windows = math.prod(self.graph.values[source].shape)
+            for _ in self.graph.values[source].shape:
+                node.outs.append(self._new(source, number, nbytes=INDEX_BYTES * windows))
+            self._seen[key] = node.outs
+        return (ins[0], *self._seen[key], *ins[2:])
+
+    def _node(
+        self, step: int, op: Op, ins: tuple[int, ...], outputs: tuple[int, ...] | None = None
+    ) -> list[int]:
+        number = len(self.program.nodes)
+        random = op.random and op.kind == "RANDOM"
+        working, trips = self.working.get(op.id, (None, 0))
+        node = Node(
+            "op",
+            op,
+            op.name,
+            ins,
+            [],
+            step,
+            fusible=op.fusible,
+            reduces=op.kind == "REDUCTION",
+            additions=RANDOM_ADDITIONS if random else ADDITIONS.get(op.name, 1),
+            working=working,
+            again=op.id in self._ran,
+            trips=trips,
+        )
+        self._ran.add(op.id)
+        self.program.nodes.append(node)
+        node.outs.extend(self._new(value, number) for value in outputs or op.outputs)
+        return node.outs

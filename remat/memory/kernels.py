@@ -1,0 +1,165 @@
+"""The kernels: what each reads and writes, what is copied for it alone, and which are merged into one.
+
+Element-wise kernels that read one array of their size and do not need each other are one kernel, which runs when
+the last of them could (XLA's `multi_output_fusion`).
+
+What XLA:GPU makes of a convolution's operands: that of a transposed convolution is dilated in memory, unless its
+kernel is reversed. The gradient of its kernel reads copies of both operands; of the first it is all that is kept of
+it, unless a barrier stands between, behind which it is made at once. So are those of other convolutions' kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from remat.memory.fusion import Fusion
+from remat.memory.program import Node, Program
+from remat.memory.tables import CONVOLUTION, FAR
+
+__all__ = ["Kernel", "find_kernels", "merge_siblings", "tie_of"]
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """What runs as one: a node that writes memory, with the nodes merged into it; or a barrier.
+
+    Attributes:
+        node: the last of its nodes; kernels are known by it.
+        reads: buffers it reads, by their root instances.
+        writes: buffers it makes.
+        after: the nodes of the kernels and barriers whose results it reads.
+        merged: the last nodes of the kernels merged into it.
+        copies: sources of which it, or a kernel before it, makes a copy: slices of stacked arrays that an operator
+            reads that does not fuse, and kernels of convolutions in another layout. Behind a barrier it is another.
+        workspace: an operand, and the bytes of what is made of it for this kernel alone.
+    """
+
+    node: int
+    reads: set[int] = field(default_factory=set)
+    writes: list[int] = field(default_factory=list)
+    after: set[int] = field(default_factory=set)
+    merged: list[int] = field(default_factory=list)
+    copies: set[int] = field(default_factory=set)
+    workspace: tuple[int, int] | None = None
+
+    def merge(self, other: Kernel) -> None:
+        """Takes over what another kernel does."""
+        self.reads |= other.reads
+        self.writes = other.writes + self.writes
+        self.after |= other.after
+        self.merged += [other.node, *other.merged]
+        self.copies |= other.copies
+
+
+def find_kernels(program: Program, fusion: Fusion) -> list[Kernel]:
+    """Returns the kernels, in the order of their last nodes."""
+    instances = program.instances
+    found: dict[int, Kernel] = {}
+    turned: set[int] = set()
+    unread = _unread_stacks(program, fusion)
+    for number, node in enumerate(program.nodes):
+        if not fusion.live[number]:
+            continue
+        if fusion.kernels[number] == {number}:
+            made = found.setdefault(number, Kernel(number))
+            made.writes = [i for i in node.outs if instances[i].root == i and i not in unread]
+        for member in fusion.kernels[number]:
+            kernel = found.setdefault(member, Kernel(member))
+            for index in node.ins:
+                root = instances[index].root
+                if fusion.is_buffer[index] or root != index:
+                    kernel.reads.add(root)
+                    if instances[index].producer >= 0:
+                        kernel.after.add(instances[index].producer)
+                if root in program.slices and not node.fusible and node.kind != "barrier":
+                    kernel.copies.add(root)
+        if node.op is not None and node.op.workspace_bytes and number in found:
+            found[number].workspace = node.ins[0], node.op.workspace_bytes
+        if node.op is not None and node.op.swapped:
+            # Elsewhere the copy of the first is all that is kept of it.
+            is_tied = tie_of(program, node.ins[0]) is not None
+            found[number].copies.update(node.ins[:1] if is_tied else ())
+        elif node.name == CONVOLUTION and len(node.ins) > 1:
+            index = node.ins[1]
+            if instances[index].root in program.sources and _is_turned(program, node):
+                found[number].copies.add(index)
+                turned.add(index)
+            elif index in turned:
+                found[number].copies.add(index)
+    return [found[number] for number in sorted(found)]
+
+
+def tie_of(program: Program, index: int) -> int | None:
+    """Returns the barrier that an instance comes out of, None if it is another node's result."""
+    producer = program.instances[index].producer
+    return producer if producer >= 0 and program.nodes[producer].kind == "barrier" else None
+
+
+def _unread_stacks(program: Program, fusion: Fusion) -> set[int]:
+    """What planned loops stack and nobody reads: what a chunk keeps when it runs for the first time."""
+    results = set(program.results)
+    return {
+        out
+        for node in program.nodes
+        if node.op is not None and node.op.loop is not None and len(node.outs) > 1
+        for out in node.outs
+        if not fusion.users[out] and out not in results
+    }
+
+
+def _is_turned(program: Program, node: Node) -> bool:
+    """Whether a convolution's kernel is copied to another layout that its data gradient reads too.
+
+    Of a kernel of one tap without strides it reads a copy of its own.
+    """
+    values, instances = program.graph.values, program.instances
+    source, kernel, result = (values[instances[i].value] for i in (*node.ins[:2], *node.outs))
+    strided = sorted(source.shape)[:-1] != sorted(result.shape)[:-1]
+    return strided or kernel.shape.count(1) < len(kernel.shape) - 2
+
+
+def merge_siblings(program: Program, fusion: Fusion, kernels: list[Kernel]) -> list[Kernel]:
+    """Returns the kernels with independent ones merged that read one array of the size they walk over.
+
+    XLA makes one kernel with several results of them. It runs when the last of them could, so what the first makes
+    and what is made from that comes later.
+    """
+    instances = program.instances
+    last: dict[int, Kernel] = {}  # by array, the last element-wise kernel that read it
+    order: list[Kernel] = []
+    place: dict[int, int] = {}
+    for kernel in kernels:
+        node = program.nodes[kernel.node]
+        place[kernel.node] = len(order)
+        order.append(kernel)
+        if node.kind != "op" or not node.fusible or node.reduces or not kernel.writes:
+            continue
+        size = fusion.size(kernel.node)
+        for root in sorted(root for root in kernel.reads if instances[root].elements == size):
+            other, last[root] = last.get(root), kernel
+            if other is None or fusion.size(other.node) != size:
+                continue
+            start, end = place[other.node], place[kernel.node]
+            if order[start] is not other or not 0 < end - start <= FAR:
+                continue
+            later = _dependent(order[start : end + 1])
+            if later[-1:] == [kernel]:
+                continue
+            kernel.merge(other)
+            moved = {member.node for member in later}
+            rest = [member for member in order[start + 1 : end] if member.node not in moved]
+            order[start : end + 1] = [*rest, kernel, *later]
+            for index in range(start, len(order)):
+                place[order[index].node] = index
+    return order
+
+
+def _dependent(kernels: list[Kernel]) -> list[Kernel]:
+    """Those of some kernels, in their order, that need the first."""
+    made = {kernels[0].node, *kernels[0].merged}
+    found: list[Kernel] = []
+    for kernel in kernels[1:]:
+        if not made.isdisjoint(kernel.after):
+            made.update((kernel.node, *kernel.merged))
+            found.append(kernel)
+    return found

@@ -1,0 +1,235 @@
+"""Where buffers lie and when they are there: written in place, put into results, copied, or memory of their own.
+
+It follows XLA's `buffer_assignment`. Element-wise kernels and scatters write into an operand that dies there and
+has the same size, if that is the only result of another kernel and no barrier is between them; transpositions do
+not, nor does what a scatter then writes over. Temporaries are put into results that are not there yet, largest
+first, into the smallest that fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from remat.memory.kernels import Kernel, tie_of
+from remat.memory.program import Program
+from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
+
+__all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy"]
+
+
+@dataclass(slots=True)
+class Range:
+    """When a buffer is there: from position `start` to position `end` of an order of kernels, both included."""
+
+    index: int
+    nbytes: int
+    start: int
+    end: int
+
+    def covers(self, at: int) -> bool:
+        """Whether the buffer is there at a position."""
+        return self.start <= at <= self.end
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An order of kernels with the live ranges of temporaries, and of results from when they are written."""
+
+    order: list[Kernel]
+    ranges: list[Range]
+    results: list[Range]
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """What is alive while the kernels run.
+
+    Attributes:
+        totals: for every kernel the bytes alive while it runs, what a loop's body needs included.
+        at: position of the kernel at the peak, -1 if nothing is ever alive.
+        peak_bytes: bytes alive there; `loop_peak_bytes` is the most while a loop runs, `outside_peak_bytes` while
+            none does.
+        alive: what takes memory of its own at the peak.
+        in_results: what lies in results at the peak.
+    """
+
+    totals: list[int]
+    at: int
+    peak_bytes: int
+    loop_peak_bytes: int
+    outside_peak_bytes: int
+    alive: list[Range]
+    in_results: list[Range]
+
+
+def lay_out(program: Program, order: list[Kernel], moved: Mapping[int, int]) -> Layout:
+    """Returns from when to when each buffer is there.
+
+    Args:
+        program: whose buffers.
+        order: in which the kernels run.
+        moved: buffers that are made before their turn, with the node of the kernel that makes them.
+    """
+    instances = program.instances
+    position = {node: i for i, k in enumerate(order) for node in (k.node, *k.merged)}
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    copied: dict[int, tuple[int, int]] = {}
+    for i, kernel in enumerate(order):
+        for out in kernel.writes:
+            start[out] = min(i, position[moved[out]]) if out in moved else i
+            end.setdefault(out, i)
+        for root in kernel.reads:
+            end[root] = i
+        for index in kernel.copies:
+            tie = tie_of(program, index)  # XLA copies what a barrier lets through at once
+            first = i if tie is None else position[tie]
+            copied[index] = copied.get(index, (first, i))[0], i
+    written = {instances[index].root for index in program.results}
+    last = len(order) - 1
+    results = [Range(i, instances[i].nbytes, start[i], last) for i in written if i in start]
+    ranges = [
+        Range(i, instances[i].nbytes, at, end[i])
+        for i, at in start.items()
+        if i not in program.sources
+    ]
+    ranges += [
+        Range(i, instances[i].nbytes, at, max(till, end[i]) if i in program.slices else till)
+        for i, (at, till) in copied.items()
+    ]
+    ranges += [Range(*k.workspace, i, i) for i, k in enumerate(order) if k.workspace is not None]
+    kept = written - program.copied
+    return Layout(order, [r for r in ranges if r.nbytes and r.index not in kept], results)
+
+
+def occupy(program: Program, layout: Layout) -> Occupancy:
+    """Returns how much is alive when."""
+    order, ranges = layout.order, layout.ranges
+    places = set() if program.in_loop else _in_results(ranges, layout.results)
+    outside = [r for i, r in enumerate(ranges) if i not in places]
+    change = _changes(outside, len(order))
+    for start, nbytes in _overwritten(program, order, outside):
+        change[start] -= nbytes
+        change[start + 1] += nbytes
+    peak, at, alive = 0, -1, 0
+    in_loops = elsewhere = 0
+    totals: list[int] = []
+    for position, kernel in enumerate(order):
+        alive += change[position]
+        working = program.nodes[kernel.node].working
+        total = alive + (working.peak_bytes if working else 0)
+        totals.append(total)
+        if total > peak:
+            peak, at = total, position
+        if working:
+            in_loops = max(in_loops, total)
+        else:
+            elsewhere = max(elsewhere, total)
+    return Occupancy(
+        totals=totals,
+        at=at,
+        peak_bytes=peak,
+        loop_peak_bytes=in_loops,
+        outside_peak_bytes=elsewhere,
+        alive=[r for r in outside if r.covers(at)],
+        in_results=[ranges[i] for i in sorted(places) if ranges[i].covers(at)],
+    )
+
+
+def _changes(ranges: Iterable[Range], length: int) -> list[int]:
+    """By how many bytes what is alive grows at every position of an order, and behind it."""
+    change = [0] * (length + 2)
+    for found in ranges:
+        change[found.start] += found.nbytes
+        change[found.end + 1] -= found.nbytes
+    return change
+
+
+def _in_results(ranges: list[Range], results: list[Range]) -> set[int]:
+    """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits."""
+    least = max((found.nbytes for found in ranges), default=0) * TINY_SHARE
+    starts: dict[int, list[int]] = {}
+    for place in sorted(results, key=lambda r: r.start):
+        starts.setdefault(place.nbytes, []).append(place.start)
+    sizes = sorted(starts)
+    # Of every place the borders of what lies in it: from when to when, in turn.
+    taken = {size: [[] for _ in starts[size]] for size in sizes}
+    inside: set[int] = set()
+    for index in sorted(range(len(ranges)), key=lambda i: _by_size(ranges[i])):
+        found = ranges[index]
+        if found.nbytes < least:
+            break
+        if _place(found, starts, sizes, taken):
+            inside.add(index)
+    return inside
+
+
+def _by_size(found: Range) -> tuple[int, int]:
+    """Large temporaries first, of equal ones the one that lives longest."""
+    return (-found.nbytes, found.start - found.end)
+
+
+def _place(
+    found: Range,
+    starts: Mapping[int, list[int]],
+    sizes: list[int],
+    taken: Mapping[int, list[list[int]]],
+) -> bool:
+    """Whether a temporary fits into a result; if so, it is noted there."""
+    first, last = found.start, found.end
+    for size in itertools.islice(sizes, bisect.bisect_left(sizes, found.nbytes), None):
+        places = taken[size]
+        for number in range(bisect.bisect_right(starts[size], last), len(places)):
+            borders = places[number]
+            at = bisect.bisect_left(borders, first)
+            if not at % 2 and (at == len(borders) or borders[at] > last):
+                borders[at:at] = (first, last)
+                return True
+    return False
+
+
+def _overwritten(
+    program: Program, order: list[Kernel], ranges: list[Range]
+) -> list[tuple[int, int]]:
+    """Where a kernel writes into an operand that dies there: position and bytes counted twice.
+
+    XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if it
+    made several arrays, as do a loop and a call of a library (a convolution: its result and its scratch space).
+    Of the results of merged kernels XLA was seen to write one in place if they are in a type narrower than the one
+    they are computed in (bfloat16), all if in float32.
+    """
+    nodes, instances = program.nodes, program.instances
+    tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
+    # XLA has one buffer for what is scattered into and the scatter's result, and only buffers of one array share.
+    kept = {instances[i].root for node in nodes if node.name in IN_PLACE for i in node.ins}
+
+    def serves(found: Range) -> bool:
+        producer = instances[found.index].producer
+        if found.index in tied or producer < 0:
+            return producer < 0 and found.index not in tied
+        node = nodes[producer]
+        return len(node.outs) == 1 and node.name not in SEVERAL_RESULTS
+
+    places = {found.index: found for found in ranges if serves(found)}
+    dying: dict[tuple[int, int], int] = {}
+    for found in places.values():
+        dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
+    twice: list[tuple[int, int]] = []
+    for found in ranges:
+        producer = instances[found.index].producer
+        node = nodes[producer] if producer >= 0 else None
+        if node is None or node.name == "transpose" or found.index in program.copied:
+            continue  # a loop stacks into an array of its own
+        if node.name not in IN_PLACE and (not node.fusible or node.reduces or found.index in kept):
+            continue
+        key = (found.start, found.nbytes)
+        own = found.end == found.start and found.index in places
+        narrow = found.nbytes < COMPUTED_BYTES * instances[found.index].elements
+        several = narrow and order[found.start].merged
+        if dying.get(key, 0) > own and not (several and key in twice):
+            dying[key] -= 1
+            twice.append(key)
+    return twice

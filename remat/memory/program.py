@@ -1,0 +1,145 @@
+"""What the parts of the model hand to each other: a program as instances and runs; and what it returns.
+
+Every run of an operator is a *node* and makes new *instances* of its results, so a value that is made twice has
+two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from remat.core.graph import Graph, Op
+from remat.memory.zeros import ArrayKind
+
+__all__ = ["Alive", "Buffer", "Instance", "Kind", "Node", "Prediction", "Program", "Working"]
+
+Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory alive at the peak.
+
+    Attributes:
+        value: value id in the graph; -1 for the working memory of a loop.
+        nbytes: bytes.
+        label: dtype and shape, `bits of ...`, or `loop body`.
+        op: the operator that writes it.
+        scope: its named scope.
+        phase: its phase.
+        again: whether it holds a repetition.
+    """
+
+    value: int
+    nbytes: int
+    label: str
+    op: str
+    scope: str = ""
+    phase: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted temp memory of a program.
+
+    Attributes:
+        peak_bytes: bytes alive at the peak, arguments, results and gradients not counted.
+        at_peak: what they are, largest first; the sum of their bytes is at least `peak_bytes`, because a
+            kernel may write into one of its operands.
+        step: index of the schedule step at the peak, -1 if nothing is ever alive.
+        held_in_results_bytes: bytes alive at the peak that lie in results not yet written.
+        loop_peak_bytes: the peak while a loop runs, its body included; 0 without loops.
+        outside_peak_bytes: the peak while none runs. `peak_bytes` is the larger of the two.
+        alive: for every kernel, in the order in which they run, what is alive.
+        traffic_bytes: what all kernels outside of loops read and write. Compilers merge more of them than the
+            model does, by a quarter in convolutional networks: compare plans of one function with it.
+    """
+
+    peak_bytes: int
+    at_peak: tuple[Buffer, ...]
+    step: int
+    held_in_results_bytes: int
+    loop_peak_bytes: int
+    outside_peak_bytes: int
+    traffic_bytes: int
+    alive: tuple[Alive, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What is alive while one kernel runs.
+
+    Attributes:
+        step: index of the kernel's step in the schedule; of the operator in the graph, where there is no schedule.
+        nbytes: bytes alive, counted as `Prediction.peak_bytes`, which is the largest of them.
+        is_backward: whether it is part of the backward pass.
+        is_loop: whether it is a loop, which counts as one kernel.
+    """
+
+    step: int
+    nbytes: int
+    is_backward: bool
+    is_loop: bool
+
+
+@dataclass(slots=True)
+class Node:
+    """One execution of an operator, a barrier, or the packing or unpacking of a mask."""
+
+    kind: Kind
+    op: Op | None
+    name: str
+    ins: tuple[int, ...]
+    outs: list[int]
+    step: int
+    fusible: bool
+    reduces: bool = False
+    additions: int = 0
+    working: Prediction | None = None
+    again: bool = False
+    trips: int = 0
+
+
+@dataclass(slots=True)
+class Instance:
+    """One array in memory or in registers. `root` is the instance whose buffer it shares."""
+
+    value: int
+    nbytes: int
+    elements: int
+    producer: int
+    root: int
+    packed: bool = False
+
+
+@dataclass
+class Program:
+    """The instances and nodes of a schedule, in its order.
+
+    Attributes:
+        sources: instances that are there before the first node.
+        slices: those of them that are parts of stacked arrays.
+        results: instances that are results or gradients.
+        in_loop: whether this is a loop's body: its results are parts of arrays in use.
+        stacks: whether its results are stacked.
+        copied: results that are buffers of their own before they are part of an array in use.
+        shared: the zeros that more than one operator reads, see `shared_zeros`.
+    """
+
+    graph: Graph
+    nodes: list[Node] = field(default_factory=list)
+    instances: list[Instance] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
+    slices: set[int] = field(default_factory=set)
+    in_loop: bool = False
+    stacks: bool = False
+    results: list[int] = field(default_factory=list)
+    copied: set[int] = field(default_factory=set)
+    shared: frozenset[ArrayKind] = frozenset()
+
+
+Working = Mapping[int, tuple[Prediction, int]]
+"""By the operator of a planned loop: what one iteration needs, and the number of iterations."""
