@@ -25,6 +25,8 @@ from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.errors import CompileError, PolicyError, TraceError
 from remat.tools import measure as measuring
+from remat.tools.alone import describe, index_bound, key_of, made_up
+from remat.tools.costs_file import CostsFile, default_cache_dir, kind_of
 from remat.tools.measure import Costs, measure, measure_joint
 from remat.trace.joint import Joint, trace_joint, trace_primal
 
@@ -61,12 +63,12 @@ class FakeClock:
         self.ran: list[str] = []
         self.fail_after = math.inf
         self.error: BaseException = KeyboardInterrupt()
-        monkeypatch.setattr(measuring, "_seconds_alone", self)
+        monkeypatch.setattr(measuring, "seconds_alone", self)
 
     def __call__(self, program: Any, index: int, device: Any, repeats: int) -> float:
         if len(self.ran) >= self.fail_after:
             raise self.error
-        self.ran.append(measuring._describe(program, index))
+        self.ran.append(describe(program, index))
         return float(len(self.ran))
 
 
@@ -133,7 +135,7 @@ def test_every_kind_of_operand_can_be_made_up_and_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool", "complex64"])
 def test_made_up_operands_are_of_their_type_and_within_bounds(dtype: str) -> None:
-    array = measuring._made_up(jax.ShapeDtypeStruct((3, 50), jnp.dtype(dtype)), 7)
+    array = made_up(jax.ShapeDtypeStruct((3, 50), jnp.dtype(dtype)), 7)
     assert (array.shape, array.dtype) == ((3, 50), jnp.dtype(dtype))
     values = np.asarray(array, np.complex64 if dtype == "complex64" else np.float32)
     assert np.all(np.abs(values) <= (7 if "int" in dtype else 1))
@@ -144,7 +146,7 @@ def test_made_up_operands_are_of_their_type_and_within_bounds(dtype: str) -> Non
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_made_up_keys_are_of_their_implementation(impl: str) -> None:
     want = jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl=impl), 3))
-    made = measuring._made_up(want, 8)
+    made = made_up(want, 8)
     assert (made.shape, made.dtype) == (want.shape, want.dtype)
 
 
@@ -152,7 +154,7 @@ def test_indices_stay_inside_the_array_they_index() -> None:
     joint = joint_of(lambda table, index: jnp.sum(table[index] ** 2), f32(5, 4),
                      jax.ShapeDtypeStruct((9,), jnp.int32))  # fmt: skip
     bounds = {
-        eqn.source.primitive.name: measuring._index_bound(joint.program, i)
+        eqn.source.primitive.name: index_bound(joint.program, i)
         for i, eqn in enumerate(joint.program.equations)
     }
     assert bounds["gather"] == bounds["scatter-add"] == 5
@@ -194,7 +196,7 @@ import sys
 from pathlib import Path
 from tests import test_measure
 from remat.tools import measure
-measure._seconds_alone = None  # calling it raises
+measure.seconds_alone = None  # calling it raises
 joint = test_measure.joint_of(*test_measure.with_a_function())
 print(measure.measure_joint(joint, cache_dir=Path(sys.argv[1])).executed)
 """
@@ -254,11 +256,11 @@ def test_an_interrupt_loses_nothing_that_is_finished(tmp_path: Path, clock: Fake
 
 
 def test_what_another_process_adds_meanwhile_is_kept(tmp_path: Path, clock: FakeClock) -> None:
-    kind = measuring._kind_of(jax.devices("cpu")[0])
-    ours, theirs = measuring._Cache(tmp_path, kind), measuring._Cache(tmp_path, kind)
+    kind = kind_of(jax.devices("cpu")[0])
+    ours, theirs = CostsFile(tmp_path, kind), CostsFile(tmp_path, kind)
     theirs.add("theirs", 2.0, "theirs")
     ours.add("ours", 1.0, "ours")
-    both = measuring._Cache(tmp_path, kind)
+    both = CostsFile(tmp_path, kind)
     assert (both["ours"], both["theirs"]) == (1.0, 2.0)
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]  # no temporary file is left
 
@@ -270,9 +272,9 @@ def test_what_another_process_adds_meanwhile_is_kept(tmp_path: Path, clock: Fake
 def test_default_folder(variable: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", variable)
     wanted = Path(expected.replace("HOME", str(Path.home())))
-    assert measuring.default_cache_dir() == wanted
+    assert default_cache_dir() == wanted
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert measuring.default_cache_dir() == Path.home() / ".cache" / "remat"
+    assert default_cache_dir() == Path.home() / ".cache" / "remat"
 
 
 def test_the_file_is_of_one_device_and_one_jax(tmp_path: Path, clock: FakeClock) -> None:
@@ -421,7 +423,7 @@ def test_addresses_take_no_part() -> None:
         names = [equation.source.primitive.name for equation in program.equations]
         params = program.equations[names.index("pure_callback")].source.params
         printed.append(" ".join(map(str, params.values())))
-        return measuring._key(program, names.index("pure_callback"))
+        return key_of(program, names.index("pure_callback"))
 
     printed: list[str] = []
     assert key() == key()

@@ -264,8 +264,8 @@ def _configured(name: str, settings: Sequence[str]) -> Any:
         raise PolicyError(
             f"--option needs one of remat's own policies, {sorted(POLICIES)}; got --policy {name}"
         )
-    base: Any = get_policy(name)
-    known = [field.name for field in dataclasses.fields(base)]
+    base = get_policy(name)
+    known = [field.name for field, _ in base.settings()]
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -276,7 +276,7 @@ def _configured(name: str, settings: Sequence[str]) -> Any:
             )
         values[key] = _value(text)
     try:
-        return dataclasses.replace(base, **values)
+        return base.with_settings(**values)
     except (TypeError, AttributeError) as error:
         raise PolicyError(f"--option {' '.join(settings)}: {error}") from error
 

@@ -22,7 +22,7 @@ from remat.core.errors import CompileError
 from remat.core.interrupt import Progress, or_log
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_flops, human_seconds, table
-from remat.policies.base import Policy, describe_options
+from remat.policies.base import as_policy, describe_options
 from remat.resolve import JaxPolicy, Off, priced_for, resolve
 
 __all__ = ["DEFAULT_POLICIES", "Row", "compare", "compare_table", "iter_compare"]
@@ -193,9 +193,10 @@ def _label(policy: Any) -> str:
         return policy
     if isinstance(policy, Plan):
         return f"plan by {policy.policy_name}"
-    if isinstance(policy, Policy) and not isinstance(policy, type):
-        options = describe_options(policy)
-        return f"{policy.name}({options})" if options else policy.name
+    found = None if isinstance(policy, type) else as_policy(policy)
+    if found is not None:
+        options = describe_options(found)
+        return f"{found.name}({options})" if options else found.name
     return getattr(policy, "__name__", None) or str(policy)
 
 
