@@ -46,8 +46,6 @@ Departures from the paper:
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +54,7 @@ from typing import ClassVar
 
 from remat.core.buffers import fused_values
 from remat.core.forms import form_of, stored_bytes
+from remat.core.garbage import without_collection
 from remat.core.graph import Graph, Op
 from remat.plans.schedule import build_schedule
 from remat.plans.simulate import Timeline, simulate
@@ -79,7 +78,7 @@ class Echo:
 
     def decide(self, graph: Graph) -> Decision:
         """Returns the border of what is worth recomputing, and the feature maps of the rest."""
-        with _uncollected():
+        with without_collection():
             path = _Path(graph)
             path.trim()
             path.compare()
@@ -452,15 +451,3 @@ def _bound_peak(path: _Path) -> int:
         given_up += min(step, len(parts))
         step *= 2
     return given_up
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection: nothing here is cyclic, and looking for cycles takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -9,16 +9,16 @@ itself is not. So a value is *written*
 That is `is_written`. Those who ask differ in which operators end a kernel, in which readers count, and in what is
 written besides, because that takes less time or because a plan keeps it:
 
-* The referee and Echo, `fused_values`: what does not fuse ends a kernel; all readers count; besides, what crosses into
-  the backward pass or is kept. A count that knows no prices.
+* The referee and Echo, `fused_values`: what does not fuse ends a kernel; all readers count; besides, what crosses
+  into the backward pass or is kept. A count that knows no prices.
 * The minimum cut, `is_written_forward`: what does not fuse ends a kernel; readers in the forward pass count, since
   what the backward pass reads is what is being decided; besides, results and what a loop carries.
 * Planners within a budget, `kernel_results`: reductions and what may not run again end a kernel, too; readers count
-  that anything needs; besides, results, what a cut keeps, and what is dear to make in several kernels. One answer for
-  all plans of a graph.
+  that anything needs; besides, results, what a cut keeps, and what is dear to make in several kernels. One answer
+  for all plans of a graph.
 * The memory model, `remat.memory.fusion`: reductions end a kernel, too; each run of an operator is a reader of its
-  own, if anything needs it; besides, results, and what several kernels read if writing it takes less time. The answer
-  for one plan.
+  own, if anything needs it; besides, results, and what several kernels read if writing it takes less time. The
+  answer for one plan.
 
 The differences are on purpose: to give all of them one variant would change plans.
 """
