@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from remat.core.graph import Graph, Implementations
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import condense
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
@@ -29,7 +29,7 @@ _ILP = Ilp()
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(BudgetPolicy):
     """Picks a policy; see the module docstring.
 
     Attributes:
@@ -39,14 +39,15 @@ class Auto:
     min_cut: MinCut = _MIN_CUT
     ilp: Ilp = _ILP
     name: ClassVar[str] = "auto"
+    falls_back: ClassVar[bool] = True
 
     @property
-    def device(self) -> str:
+    def device(self) -> str:  # type: ignore[override]
         """Device whose roofline the estimates use."""
         return self.ilp.device
 
     @property
-    def implementations(self) -> Implementations:
+    def implementations(self) -> Implementations:  # type: ignore[override]
         """Which rewrites both plan with: those of `ilp`."""
         return self.ilp.implementations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import ClassVar, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Self
 
 from remat.core.errors import PolicyError, nearest
 from remat.core.graph import Alternatives, Graph, Implementations, wanted_sites
@@ -15,12 +16,13 @@ __all__ = [
     "Decision",
     "Implementations",
     "Policy",
+    "as_policy",
     "carried_reads",
     "check_implementations",
     "check_names",
-    "choose_sites",
     "describe_options",
     "largest_named",
+    "named_sites",
     "required_saves",
 ]
 
@@ -50,9 +52,8 @@ class Decision:
     forms: tuple[tuple[int, str], ...] = ()
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A rematerialization policy.
+class Policy(ABC):
+    """A rematerialization policy: inherit from it, in a frozen dataclass whose fields are its settings.
 
     Laws (held by `tests/test_policies.py` for every registered policy):
 
@@ -61,37 +62,163 @@ class Policy(Protocol):
     * the backward pass is computable from `saved`, the inputs and the cotangents without running any
       operator again whose `recomputable` is False;
     * policies are frozen, hashable and equal by content.
+
+    What a policy is besides is declared here, with what holds for most; a field or a property may take its place.
+    An object that does not inherit, but has a `name` and a method `decide`, is taken for one, too (`as_policy`).
+
+    Attributes:
+        name: how it is called in plans, messages and the registry.
+        device: whose data sheet prices what it plans.
+        implementations: which rewrites of the backward pass it plans with; see `sites`.
     """
 
     name: ClassVar[str]
+    device: str = "h200"
+    implementations: Implementations = "none"
 
+    @abstractmethod
     def decide(self, graph: Graph) -> Decision:
         """Returns which forward values of `graph` to keep for its backward pass."""
-        ...
+
+    def sites(self, menu: Alternatives, budget_bytes: int | None) -> frozenset[str]:
+        """Returns the sites at which the graph is rewritten before it is planned: those of `implementations`.
+
+        Args:
+            menu: what there is.
+            budget_bytes: what plans have to fit in, None for no limit. Whatever depends on it is `shortlist`'s
+                to offer.
+
+        Raises:
+            PolicyError: `implementations` names what does not exist.
+        """
+        del budget_bytes
+        return named_sites(self.implementations, menu)
+
+    def check_tags(self, found: Set[str]) -> None:
+        """Looks at the `checkpoint_name`s of a whole function, its loops included.
+
+        Raises:
+            PolicyError: the policy cannot do with them.
+        """
+        del found
+
+    def settings(self) -> tuple[tuple[Field[Any], Any], ...]:
+        """Returns the fields that it was configured with, each with its value; none if it is no dataclass."""
+        return _settings(self)
+
+    def with_settings(self, **changes: object) -> Self:
+        """Returns the policy with other values of some settings."""
+        return _changed(self, changes)
 
 
-@runtime_checkable
-class BudgetPolicy(Protocol):
+class BudgetPolicy(Policy):
     """A policy that can plan within a budget.
 
-    One planning asks it several times. If it is a dataclass with a field `seconds`, that limits the time of the
-    whole planning: every request goes to a copy with less (`remat.planning.time_limit`), and where
+    One planning asks it several times. If it has a field `seconds`, that limits the time of the whole planning:
+    every request goes to a copy with less (`remat.planning.time_limit`), and where
     `remat.core.deadline.out_of_time` says so, a policy returns the best it has, or raises BudgetError.
+
+    Attributes:
+        falls_back: whether it takes what quick policies make where it finds nothing that fits itself
+            (`remat.planning.resort`): it looks for any plan that fits, and is no published algorithm.
     """
 
-    name: ClassVar[str]
+    falls_back: ClassVar[bool] = False
 
-    def decide(self, graph: Graph) -> Decision:
-        """Returns the decision without a budget."""
-        ...
-
+    @abstractmethod
     def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
         """Returns a decision whose sequence of buffers peaks at no more than `budget_bytes`.
 
         Raises:
             BudgetError: none was found; the message has the smallest peak found and what forces it.
         """
-        ...
+
+    def shortlist(self, menu: Alternatives, budget_bytes: int | None) -> tuple[frozenset[str], ...]:
+        """Returns sets of sites, the most promising first: each is planned, and the cheapest plan kept.
+
+        With loops the first alone is planned.
+        """
+        return (self.sites(menu, budget_bytes),)
+
+    def steady_sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns sites that do not depend on the budget, for plans that do not depend on it either."""
+        return self.sites(menu, None)
+
+
+def as_policy(given: object) -> Policy | None:
+    """Returns what a user gives as a policy as one, or None if it is none.
+
+    This is the one place where a policy is known by what it looks like: an object with a `name` and a method
+    `decide` does; with `decide_within` it plans within budgets. Its fields, `device` and `implementations` count
+    like those of a policy; whoever wants more inherits.
+
+    Raises:
+        PolicyError: it is the class of a policy, not a policy.
+    """
+    if isinstance(given, type):
+        if callable(getattr(given, "decide", None)):
+            raise PolicyError(
+                f"remat_policy={given.__name__} is a class; pass an instance, {given.__name__}()"
+            )
+        return None
+    if isinstance(given, Policy):
+        return given
+    if not callable(getattr(given, "decide", None)) or not hasattr(given, "name"):
+        return None
+    return _PlainWithin(given) if hasattr(given, "decide_within") else _Plain(given)
+
+
+@dataclass(frozen=True)
+class _Plain(Policy):
+    """An object that is a policy without inheriting."""
+
+    given: Any
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Its name."""
+        return self.given.name
+
+    @property
+    def device(self) -> str:  # type: ignore[override]
+        """Its device, if it has one."""
+        return str(getattr(self.given, "device", Policy.device))
+
+    @property
+    def implementations(self) -> Implementations:  # type: ignore[override]
+        """Its rewrites, if it names any."""
+        return getattr(self.given, "implementations", Policy.implementations)
+
+    def decide(self, graph: Graph) -> Decision:
+        """As the object decides."""
+        return self.given.decide(graph)
+
+    def settings(self) -> tuple[tuple[Field[Any], Any], ...]:
+        """The fields of the object."""
+        return _settings(self.given)
+
+    def with_settings(self, **changes: object) -> Self:
+        """The object with other values of some fields."""
+        return replace(self, given=_changed(self.given, changes))
+
+
+@dataclass(frozen=True)
+class _PlainWithin(_Plain, BudgetPolicy):
+    """An object that plans within a budget without inheriting."""
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        """As the object decides."""
+        return self.given.decide_within(graph, budget_bytes)
+
+
+def _settings(policy: object) -> tuple[tuple[Field[Any], Any], ...]:
+    if not is_dataclass(policy):
+        return ()
+    return tuple((field, getattr(policy, field.name)) for field in fields(policy) if field.init)
+
+
+def _changed(policy: Any, changes: Mapping[str, object]) -> Any:
+    return replace(policy, **changes) if changes else policy
 
 
 def check_implementations(policy: str, given: object) -> None:
@@ -104,21 +231,12 @@ def check_implementations(policy: str, given: object) -> None:
         )
 
 
-def choose_sites(policy: object, menu: Alternatives, budget_bytes: int | None) -> frozenset[str]:
-    """Returns the sites at which a policy wants the graph rewritten before it plans it.
+def named_sites(wanted: Implementations, menu: Alternatives) -> frozenset[str]:
+    """Returns the sites of a menu that a setting `implementations` names.
 
-    A policy with a method `sites_for(menu, budget_bytes)` decides itself; one with a field `implementations` names
-    them; others plan the graph as it is.
-
-    Args:
-        policy: any policy.
-        menu: what there is.
-        budget_bytes: what plans have to fit in, None for no limit.
+    Raises:
+        PolicyError: it names what does not exist.
     """
-    decide = getattr(policy, "sites_for", None)
-    if decide is not None:
-        return decide(menu, budget_bytes)
-    wanted: Implementations = getattr(policy, "implementations", "none")
     if wanted == "none":
         return frozenset()
     check_names(wanted, menu)
@@ -137,12 +255,12 @@ def check_names(wanted: Implementations, menu: Alternatives) -> None:
             )
 
 
-def describe_options(policy: object) -> str:
+def describe_options(policy: Policy) -> str:
     """Returns a policy's settings as text, `name=value, ...`, those at their default left out."""
     changed = [
-        f"{f.name}={getattr(policy, f.name)!r}" if f.repr else f"{f.name}=given"
-        for f in fields(policy)  # type: ignore[arg-type]
-        if getattr(policy, f.name) != f.default
+        f"{field.name}={value!r}" if field.repr else f"{field.name}=given"
+        for field, value in policy.settings()
+        if value != field.default
     ]
     return ", ".join(changed)
 

@@ -28,7 +28,7 @@ from remat.core.devices import get_device
 from remat.core.errors import PolicyError
 from remat.core.graph import Graph
 from remat.core.interrupt import ended, say, solver_says
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, Objective, condense
 from remat.policies.buffers.within import Pool, decision_of, first_bound, infeasible
 from remat.policies.exact.checkmate_model import round_lp
@@ -42,7 +42,7 @@ _ROUNDING_LIMIT = 120
 
 
 @dataclass(frozen=True)
-class Checkmate:
+class Checkmate(BudgetPolicy):
     """The integer program, or its rounding; see the module docstring.
 
     Attributes:

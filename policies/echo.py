@@ -59,13 +59,13 @@ from remat.core.graph import Graph, Op
 from remat.plans.schedule import build_schedule
 from remat.plans.simulate import Timeline, simulate
 from remat.plans.steps import Schedule
-from remat.policies.base import Decision
+from remat.policies.base import Decision, Policy
 
 __all__ = ["Echo"]
 
 
 @dataclass(frozen=True)
-class Echo:
+class Echo(Policy):
     """Recomputation between compute-bound operators; see the module docstring.
 
     Attributes:

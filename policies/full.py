@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.core.graph import Graph
-from remat.policies.base import Decision, required_saves
+from remat.policies.base import Decision, Policy, required_saves
 
 __all__ = ["Full"]
 
 
 @dataclass(frozen=True)
-class Full:
+class Full(Policy):
     """Keeps only what may not be recomputed."""
 
     name: ClassVar[str] = "full"

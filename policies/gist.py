@@ -30,19 +30,17 @@ from typing import ClassVar
 from remat.core.errors import PolicyError
 from remat.core.forms import applicable, get_encoding, is_lossless, stored_bytes
 from remat.core.graph import Graph, Implementations, Op
-from remat.policies.base import (
-    Decision,
-    check_implementations,
-    required_saves,
-)
+from remat.core.primitives import Trait, primitives_with
+from remat.policies.base import Decision, Policy, check_implementations, required_saves
 
 __all__ = ["Gist"]
 
-_COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "and", "or", "not", "is_finite"})
+# What makes a mask of values, or of masks.
+_MASK_MAKERS = primitives_with(Trait.COMPARISON) | {"and", "is_finite", "not", "or", "select_n"}
 
 
 @dataclass(frozen=True)
-class Gist:
+class Gist(Policy):
     """Encodes what is kept; see the module docstring.
 
     Attributes:
@@ -113,7 +111,7 @@ def _is_compared(graph: Graph, value: int, there: Collection[int], depth: int = 
     op = _maker(graph, value)
     if op is None or depth == 0 or graph.values[value].dtype != "bool":
         return False
-    known = op.name in _COMPARISONS or op.name == "select_n"
+    known = op.name in _MASK_MAKERS
     return known and all(v in there or _is_compared(graph, v, there, depth - 1) for v in op.inputs)
 
 

@@ -44,7 +44,7 @@ from remat.core.devices import get_device
 from remat.core.errors import BudgetError, PolicyError
 from remat.core.graph import Alternatives, Graph, Implementations
 from remat.core.interrupt import ended, say, solver_says
-from remat.policies.base import Decision, check_implementations, choose_sites
+from remat.policies.base import BudgetPolicy, Decision, check_implementations
 from remat.policies.buffers.condense import Condensed, Objective, condense
 from remat.policies.buffers.within import (
     EFFORT,
@@ -92,7 +92,7 @@ class MeasuredCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class Ilp:
+class Ilp(BudgetPolicy):
     """Plans within a budget; see the module docstring.
 
     Attributes:
@@ -122,6 +122,7 @@ class Ilp:
     device: str = "h200"
     implementations: Implementations = "exact"
     name: ClassVar[str] = "ilp"
+    falls_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.objective not in ("seconds", "flops"):
@@ -148,7 +149,7 @@ class Ilp:
             menu: what there is.
             budget_bytes: what plans have to fit in, None for no limit.
         """
-        wanted, nothing = choose_sites(self, menu, budget_bytes), frozenset[str]()
+        wanted, nothing = self.sites(menu, budget_bytes), frozenset[str]()
         if not wanted or budget_bytes is None or menu.graph(nothing).multiplicity > 1:
             return (wanted,)
         ours, theirs = (

@@ -37,14 +37,14 @@ from typing import ClassVar, Literal
 from remat.core.devices import get_device
 from remat.core.errors import PolicyError
 from remat.core.graph import Graph, Implementations, Phase
-from remat.policies.base import Decision, check_implementations
+from remat.policies.base import Decision, Policy, check_implementations
 from remat.policies.buffers.saved_cut import CutRules, saved_cut
 
 __all__ = ["MinCut", "between_groups"]
 
 
 @dataclass(frozen=True)
-class MinCut:
+class MinCut(Policy):
     """Fusion-aware min-cut checkpointing; see the module docstring.
 
     Attributes:

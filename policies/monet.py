@@ -42,11 +42,7 @@ from remat.core.deadline import limited, seconds_left
 from remat.core.errors import BudgetError, PolicyError
 from remat.core.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
 from remat.core.interrupt import ended, say, solver_says
-from remat.policies.base import (
-    Decision,
-    check_implementations,
-    check_names,
-)
+from remat.policies.base import BudgetPolicy, Decision, check_implementations, check_names
 from remat.policies.buffers.condense import condense
 from remat.policies.buffers.implementations import merged_problem
 from remat.policies.exact.monet_solve import solve_monet
@@ -54,15 +50,14 @@ from remat.policies.ilp import Ilp
 
 __all__ = ["Monet"]
 
-# Where a graph's `__dict__` holds what is to be said of its choice, as `condense` does with its results.
-_FOUND = "_monet"
+_FOUND = "monet"  # the entry of `Graph.memo` with what is to be said of the choice of its sites
 # So many choices, and no rewrite at all, are planned in full within a budget.
 _SHORTLIST = 3
 _JOINT_SHARE = 1 / 3  # of the time, for the joint program
 
 
 @dataclass(frozen=True)
-class Monet:
+class Monet(BudgetPolicy):
     """Plans schedule and implementations together; see the module docstring.
 
     Attributes:
@@ -81,6 +76,7 @@ class Monet:
     tolerance: float = 0.002
     device: str = "h200"
     name: ClassVar[str] = "monet"
+    falls_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_implementations("Monet", self.implementations)
@@ -100,19 +96,24 @@ class Monet:
             implementations="none",
         )
 
-    def sites_for(self, menu: Alternatives, budget: int | None) -> frozenset[str]:
+    def sites(self, menu: Alternatives, budget_bytes: int | None) -> frozenset[str]:
         """Returns the sites whose rewrites give the cheapest plan within the budget, as far as starts tell."""
-        return self.shortlist(menu, budget)[0]
+        return self.shortlist(menu, budget_bytes)[0]
 
-    def shortlist(self, menu: Alternatives, budget: int | None) -> tuple[frozenset[str], ...]:
+    def steady_sites(self, menu: Alternatives) -> frozenset[str]:
+        """Returns no sites: those chosen depend on the budget."""
+        del menu
+        return frozenset()
+
+    def shortlist(self, menu: Alternatives, budget_bytes: int | None) -> tuple[frozenset[str], ...]:
         """Returns sets of sites to plan with, the most promising first; no rewrite at all is among them.
 
         Args:
             menu: what there is.
-            budget: bytes that plans have to fit in, None for no limit.
+            budget_bytes: what plans have to fit in, None for no limit.
         """
         with limited(self.seconds):
-            return self._shortlist(menu, budget)
+            return self._shortlist(menu, budget_bytes)
 
     def _shortlist(self, menu: Alternatives, budget: int | None) -> tuple[frozenset[str], ...]:
         nothing = frozenset[str]()
@@ -144,7 +145,7 @@ class Monet:
         best = dict.fromkeys((*ranked[:_SHORTLIST], nothing))
         if note is not None:
             for chosen in best:
-                vars(menu.graph(chosen))[_FOUND] = note
+                menu.graph(chosen).memo[_FOUND] = note
         return tuple(best)
 
     def _sites(self, menu: Alternatives) -> list[Site]:
@@ -202,7 +203,7 @@ class Monet:
             BudgetError: none was found.
         """
         decision = self._ilp.decide_within(graph, budget_bytes)
-        note: str | None = vars(graph).get(_FOUND)
+        note: str | None = graph.memo.get(_FOUND)
         return decision if note is None else replace(decision, notes=(*decision.notes, note))
 
 

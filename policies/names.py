@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from remat.core.errors import PolicyError, nearest
 from remat.core.graph import Graph
-from remat.policies.base import Decision, required_saves
+from remat.policies.base import Decision, Policy, required_saves
 
 __all__ = ["Names"]
 
 
 @dataclass(frozen=True)
-class Names:
+class Names(Policy):
     """Keeps the values tagged with one of `names`, and what may not be recomputed.
 
     Attributes:

@@ -13,13 +13,13 @@ from typing import ClassVar
 from remat.core.forms import form_of
 from remat.core.graph import Graph
 from remat.plans.schedule import no_remat_saved
-from remat.policies.base import Decision, required_saves
+from remat.policies.base import Decision, Policy, required_saves
 
 __all__ = ["SaveAll", "Unchanged"]
 
 
 @dataclass(frozen=True)
-class SaveAll:
+class SaveAll(Policy):
     """Keeps everything the backward pass reads and recomputes nothing."""
 
     name: ClassVar[str] = "save_all"
@@ -31,7 +31,7 @@ class SaveAll:
 
 
 @dataclass(frozen=True)
-class Unchanged:
+class Unchanged(Policy):
     """Keeps what JAX keeps without rematerialization, unencoded: it compiles to the plain program."""
 
     name: ClassVar[str] = "unchanged"

@@ -21,7 +21,7 @@ from typing import ClassVar
 from remat.core.errors import PolicyError
 from remat.core.graph import Graph
 from remat.core.interrupt import ended
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, condense
 from remat.policies.buffers.within import Pool, decision_of, infeasible
 from remat.policies.solvers.chains import chain_of, revolve, solve_chain
@@ -30,7 +30,7 @@ __all__ = ["Revolve"]
 
 
 @dataclass(frozen=True)
-class Revolve:
+class Revolve(BudgetPolicy):
     """Checkpoints along a chain; see the module docstring.
 
     Attributes:

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 from remat.core.errors import PolicyError
 from remat.core.graph import Graph
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, condense
 from remat.policies.buffers.within import Pool, decision_of, infeasible
 from remat.policies.solvers.segments import (
@@ -39,7 +39,7 @@ _METHODS = ("grid", "sqrt", "recursive", "cheap")
 
 
 @dataclass(frozen=True)
-class Sublinear:
+class Sublinear(BudgetPolicy):
     """Segments, kept at their borders; see the module docstring.
 
     Attributes:

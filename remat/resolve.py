@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from remat.core.errors import BudgetError, PolicyError, nearest
 from remat.planning.planners import PlanPlanner, PolicyPlanner
 from remat.plans.plan import Plan
 from remat.policies import POLICIES, Policy, get_policy
+from remat.policies.base import as_policy
 
 __all__ = [
     "JaxPolicy",
@@ -99,18 +100,15 @@ def priced_for(remat_policy: Any, device: Device | None) -> Any:
     return _with_device(found.policy, device.name)
 
 
-def _with_device(policy: Any, device: str) -> Any:
+def _with_device(policy: Policy, device: str) -> Policy:
     """The policy with its own field `device`, and those of the policies it is made of, if they are the default."""
-    if not is_dataclass(policy) or isinstance(policy, type):
-        return policy
-    changed: dict[str, Any] = {}
-    for field in fields(policy):
-        value = getattr(policy, field.name)
+    changed: dict[str, object] = {}
+    for field, value in policy.settings():
         if field.name == "device" and value == field.default:
             changed[field.name] = device
-        elif isinstance(value, Policy) and not isinstance(value, type):
+        elif isinstance(value, Policy):
             changed[field.name] = _with_device(value, device)
-    return replace(policy, **changed) if changed else policy
+    return policy.with_settings(**changed)
 
 
 def _resolve(remat_policy: Any, limit: int | float | None) -> Resolved:
@@ -122,13 +120,9 @@ def _resolve(remat_policy: Any, limit: int | float | None) -> Resolved:
         return PlanPlanner(Plan.from_json(remat_policy))
     if isinstance(remat_policy, str):
         return _resolve_name(remat_policy, limit)
-    if isinstance(remat_policy, type) and hasattr(remat_policy, "decide"):
-        raise PolicyError(
-            f"remat_policy={remat_policy.__name__} is a class; pass an instance, "
-            f"{remat_policy.__name__}()"
-        )
-    if isinstance(remat_policy, Policy):
-        return PolicyPlanner(remat_policy, limit)
+    policy = as_policy(remat_policy)
+    if policy is not None:
+        return PolicyPlanner(policy, limit)
     if callable(remat_policy):
         return JaxPolicy(remat_policy)
     raise PolicyError(

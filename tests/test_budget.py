@@ -28,7 +28,7 @@ from remat.plans.plan import Plan
 from remat.plans.record import Certificate
 from remat.plans.simulate import simulate
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Policy, Revolve, SaveAll, Sublinear
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import condense
 from remat.policies.solvers.problem import peak_of_order
 from remat.resolve import parse_budget, resolve
@@ -245,19 +245,19 @@ def test_a_margin_is_left_to_the_prediction_unless_it_is_not_wanted() -> None:
 
 
 @dataclass(frozen=True)
-class Undecided:
+class Undecided(BudgetPolicy):
     """Keeps everything, whatever the sites, and says that all plans cost the same but for `apart`."""
 
-    sites: tuple[frozenset[str], ...]
+    offered: tuple[frozenset[str], ...]
     apart: int = 0
     name: ClassVar[str] = "undecided"
 
-    def shortlist(self, menu: Alternatives, budget: int | None) -> tuple[frozenset[str], ...]:
-        del menu, budget
-        return self.sites
+    def shortlist(self, menu: Alternatives, budget_bytes: int | None) -> tuple[frozenset[str], ...]:
+        del menu, budget_bytes
+        return self.offered
 
-    def sites_for(self, menu: Alternatives, budget: int | None) -> frozenset[str]:
-        return self.shortlist(menu, budget)[0]
+    def sites(self, menu: Alternatives, budget_bytes: int | None) -> frozenset[str]:
+        return self.shortlist(menu, budget_bytes)[0]
 
     def decide(self, graph: Graph) -> Decision:
         cost = 10**6 + self.apart * len(graph.sites)
@@ -343,7 +343,7 @@ def test_the_error_names_the_largest_operator_and_what_it_needs() -> None:
 
 
 @dataclass(frozen=True)
-class Stubborn:
+class Stubborn(BudgetPolicy):
     """Plans for `factor` times what it is asked for; `asked` notes what that was."""
 
     asked: ClassVar[list[int]] = []
@@ -381,7 +381,7 @@ def test_a_policy_that_always_exceeds_is_an_error_with_the_smallest_it_made() ->
     graph = remat.plan(LOSS, *ARGS).graph
 
     @dataclass(frozen=True)
-    class Deaf:
+    class Deaf(BudgetPolicy):
         name: ClassVar[str] = "deaf"
 
         def decide(self, graph: Graph) -> Decision:

@@ -22,14 +22,14 @@ from remat.planning.make import make_plan
 from remat.planning.smallest import smallest_plan
 from remat.plans.plan import Plan
 from remat.policies import Full, MinCut, SaveAll
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.tools.pareto import Pareto, iter_pareto, pareto
 
 LOSS, ARGS = mlp.residual_mlp(layers=4, width=16, hidden=64, batch=64)
 
 
 @dataclass(frozen=True)
-class Cuts:
+class Cuts(BudgetPolicy):
     """A planner within a budget that is quick and exact to foresee: the cheapest of a fixed list of plans."""
 
     name: ClassVar[str] = "cuts"

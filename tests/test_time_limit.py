@@ -25,7 +25,7 @@ from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Certificate
 from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Monet, Sublinear, Unchanged
-from remat.policies.base import Decision
+from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.solvers import search as _search
 
 LOSS, ARGS = mlp.residual_mlp(layers=4, width=16, hidden=64, batch=64)
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @dataclass(frozen=True)
-class Slow:
+class Slow(BudgetPolicy):
     """Takes a share of the seconds it is given; what it keeps is far below what it was asked for."""
 
     clock: Clock = field(repr=False)
@@ -147,7 +147,7 @@ def test_policies_without_a_limit_are_asked_as_they_are() -> None:
     asked: list[object] = []
 
     @dataclass(frozen=True)
-    class Plain:
+    class Plain(BudgetPolicy):
         name: ClassVar[str] = "plain"
 
         def decide(self, graph: Graph) -> Decision:

@@ -23,7 +23,7 @@ convolutions are taken to reach 40 % of what the data sheet promises.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -51,8 +51,6 @@ _STREAMED = 0.8
 _EXPOSED = 0.001
 # Its results are its operands: no kernel.
 _BARRIER = "optimization_barrier"
-# Where a graph's `__dict__` holds what was made of it, by device and objective.
-_MADE = "_condensed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,10 +160,9 @@ def condense(
     """
     if op_seconds or workspace:
         return _condense(graph, device, objective, op_seconds or {}, workspace or {})
-    # Beside the graph's cached properties: a table by graph would hash all of it, and each entry, which refers to
-    # the graph, would keep it alive.
-    made: dict[tuple[str, str], Condensed] = vars(graph).setdefault(_MADE, {})
-    key = (device, objective)
+    # In the graph: a table by graph would hash all of it, and each entry, which refers to it, would keep it alive.
+    made: dict[Hashable, Condensed] = graph.memo
+    key = ("condensed", device, objective)
     if key not in made:
         made[key] = _condense(graph, device, objective, {}, {})
     return made[key]

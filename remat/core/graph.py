@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -207,6 +207,11 @@ class Graph:
         }
         reads.update(value for value in self.gradients if self.forward_values[value])
         return frozenset(reads.difference(self.constants))
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What was computed of this graph, by a key of whoever did: it lives as long, and is no part of it."""
+        return {}
 
     @cached_property
     def sources(self) -> frozenset[int]:

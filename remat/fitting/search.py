@@ -157,8 +157,8 @@ class Job:
     ) -> None:
         self.args, self.kwargs, self.options = args, kwargs, options
         self.resolved = resolve(priced_for(options.remat_policy, target_device(options.device)))
-        policy = getattr(self.resolved, "policy", None)
-        device = str(getattr(policy, "device", "h200"))
+        ours = self.resolved if isinstance(self.resolved, PolicyPlanner) else None
+        device = "h200" if ours is None else ours.policy.device
         self.menus, self.min_cut = Menus(device), MinCut(device=device)
         self.jitted: Any = jitted(
             step, args, kwargs, options.static_argnums, options.donate_argnums

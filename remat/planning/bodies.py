@@ -19,7 +19,7 @@ from remat.planning.time_limit import TimeLimit
 from remat.plans.paths import is_rest, whole_of
 from remat.plans.plan import LoopPlan, Plan
 from remat.policies import Full
-from remat.policies.base import BudgetPolicy, Decision, choose_sites
+from remat.policies.base import BudgetPolicy, Decision
 
 __all__ = ["Body", "InChunk", "as_meant"]
 
@@ -45,7 +45,7 @@ class Body(SteadyPlanner):
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns what the session's policy wants of a loop's body."""
-        return choose_sites(self.policy, menu, None)
+        return self.policy.sites(menu, None)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a body, or a chunk."""
@@ -108,7 +108,7 @@ class InChunk(SteadyPlanner):
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns what the session's policy wants of a loop's body."""
-        return choose_sites(self.policy, menu, None)
+        return self.policy.sites(menu, None)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a body, or a chunk."""

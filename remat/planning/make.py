@@ -37,7 +37,7 @@ def make_plan(graph: Graph, policy: Policy, *, barriers: bool = True) -> Plan:
         policy_name=policy.name,
         options=describe_options(policy),
         barriers=barriers,
-        device=getattr(policy, "device", "h200"),
+        device=policy.device,
         start=start,
     )
 

@@ -16,7 +16,7 @@ from remat.plans.graph_diff import first_difference
 from remat.plans.paths import is_rest
 from remat.plans.plan import LoopPlan, Plan
 from remat.policies import Full, Policy
-from remat.policies.base import BudgetPolicy, choose_sites
+from remat.policies.base import BudgetPolicy
 
 __all__ = ["PlanPlanner", "PolicyPlanner"]
 
@@ -58,7 +58,7 @@ class PolicyPlanner(SteadyPlanner):
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns the sites that the policy wants; one that plans within a budget has a session instead."""
-        return choose_sites(self.policy, menu, None)
+        return self.policy.sites(menu, None)
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a graph."""
@@ -70,9 +70,8 @@ class PolicyPlanner(SteadyPlanner):
         Raises:
             PolicyError: the policy names tags that are nowhere in the function.
         """
-        check = getattr(self.policy, "check_tags", None)
-        if check is not None and self.tags is not None:
-            check(self.tags | _tags_in(plan))
+        if self.tags is not None:
+            self.policy.check_tags(self.tags | _tags_in(plan))
         return plan
 
     def child(self, path: str) -> PolicyPlanner:

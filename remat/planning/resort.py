@@ -2,7 +2,7 @@
 
 Keeping everything is a candidate of every policy: a program that needs no plan is never refused. The budget's
 fraction and the candidate are judged by the same prediction, so a fraction of 1.0 is always met. Policies that look
-for any plan that fits (those with `implementations`: `ilp`, `monet`, `auto`) also fall back on what the quick
+for any plan that fits (`BudgetPolicy.falls_back`: `ilp`, `monet`, `auto`) also fall back on what the quick
 policies make; the published algorithms stay what they are. None of these candidates depends on the budget, so that
 what an error names as the smallest peak can be planned for.
 """
@@ -21,7 +21,7 @@ from remat.planning.make import plan_from_saved
 from remat.planning.protocol import Planner, SteadyPlanner
 from remat.plans.plan import Plan
 from remat.policies import Echo, Full, MinCut, Policy, Revolve, Sublinear, Unchanged
-from remat.policies.base import Decision, describe_options, largest_named
+from remat.policies.base import BudgetPolicy, Decision, describe_options, largest_named
 from remat.policies.buffers.condense import condense
 from remat.policies.buffers.within import smallest_known
 
@@ -49,15 +49,15 @@ def unchanged_plan(graph: Graph, policy: Policy) -> Plan:
     return _under_name(graph, policy, Unchanged(), barriers=False)
 
 
-def resorts(graph: Graph, policy: Policy, *, barriers: bool) -> Iterator[Plan]:
+def resorts(graph: Graph, policy: BudgetPolicy, *, barriers: bool) -> Iterator[Plan]:
     """Plans that a policy may fall back on, whatever the budget; see the module docstring.
 
     When the time is up, only the first few are made.
     """
     yield unchanged_plan(graph, policy)
-    if not hasattr(policy, "implementations"):
+    if not policy.falls_back:
         return
-    device = str(getattr(policy, "device", "h200"))
+    device = policy.device
     for other in (MinCut(device=device), Full()):
         yield _under_name(graph, policy, other, barriers=barriers)
     others: tuple[Policy, ...] = (
@@ -75,10 +75,10 @@ def resorts(graph: Graph, policy: Policy, *, barriers: bool) -> Iterator[Plan]:
 
 
 @dataclass(frozen=True)
-class _Smallest:
+class _Smallest(Policy):
     """What takes the fewest bytes of buffers."""
 
-    device: str
+    device: str = "h200"
     name: ClassVar[str] = "smallest"
 
     def decide(self, graph: Graph) -> Decision:
@@ -96,7 +96,7 @@ def _under_name(graph: Graph, policy: Policy, other: Policy, *, barriers: bool) 
         policy_name=policy.name,
         options=describe_options(policy),
         barriers=barriers,
-        device=str(getattr(policy, "device", "h200")),
+        device=policy.device,
     )
 
 

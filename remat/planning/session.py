@@ -37,7 +37,7 @@ from remat.planning.within import MARGIN, Within, plan_within, program_cost
 from remat.plans.paths import is_rest, whole_of
 from remat.plans.plan import Plan
 from remat.policies import Full, MinCut
-from remat.policies.base import BudgetPolicy, choose_sites, describe_options
+from remat.policies.base import BudgetPolicy, describe_options
 
 __all__ = ["BudgetSession"]
 
@@ -66,7 +66,7 @@ class BudgetSession(SteadyPlanner):
         self.limit = limit
         self.margin = margin
         self.time = TimeLimit(policy)
-        self.device = str(getattr(policy, "device", "h200"))
+        self.device = policy.device
         self.bodies: dict[str, Body] = {}
         self.least: Plan | None = None  # of the first round
         self.baseline_peak_bytes = 0  # with loops; 0 until it is known
@@ -101,12 +101,10 @@ class BudgetSession(SteadyPlanner):
             return frozenset()
         with self.time.running():
             limit = limit_bytes(self.limit, peak_bytes(menu.graph(())))
-            shortlist = getattr(self.policy, "shortlist", None)
-            if shortlist is None or self.bodies:
-                found = (choose_sites(self.policy, menu, limit),)
-            else:
-                found = shortlist(menu, limit)
-            if self.bodies or (shortlist is None and not found[0]):
+            if self.bodies:
+                return self.policy.sites(menu, limit)
+            found = self.policy.shortlist(menu, limit)
+            if found == (frozenset(),):
                 return found[0]
             return self._cheapest_sites(menu, found, limit)
 
@@ -114,9 +112,7 @@ class BudgetSession(SteadyPlanner):
         self, menu: Alternatives, found: Sequence[frozenset[str]], limit: int
     ) -> frozenset[str]:
         # Those that do not depend on the budget fall back on what does not, either.
-        steady = {frozenset[str]()}
-        if not hasattr(self.policy, "sites_for"):
-            steady.add(choose_sites(self.policy, menu, limit))
+        steady = {frozenset[str](), self.policy.steady_sites(menu)}
         planned: dict[frozenset[str], Plan] = {}
         asked: dict[frozenset[str], Within] = {}
         choices = list(dict.fromkeys((*found, *sorted(steady, key=len, reverse=True))))

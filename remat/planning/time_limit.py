@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from remat.core.deadline import limited, now, until
 from remat.core.graph import Graph
 from remat.policies.base import BudgetPolicy, Decision, Policy
 
 __all__ = ["TimeLimit"]
+
+_P = TypeVar("_P", bound=Policy)
 
 _SHARE = 0.5  # of what is left, for the next request
 _LEAST = 0.01  # of the whole limit: so much every request gets, because no policy takes none
@@ -67,17 +68,11 @@ class TimeLimit:
             return policy.decide_within(graph, budget_bytes)
 
 
-def _settings(policy: object) -> dict[str, Any]:
-    if not is_dataclass(policy):
-        return {}
-    return {f.name: getattr(policy, f.name) for f in fields(policy) if f.init}
-
-
-def _longest(policy: object) -> float | None:
+def _longest(policy: Policy) -> float | None:
     """The longest limit of a policy and of those it may ask; None without a finite one."""
     found: list[float] = []
-    for name, value in _settings(policy).items():
-        seconds = value if name == "seconds" else None
+    for field, value in policy.settings():
+        seconds = value if field.name == "seconds" else None
         if isinstance(value, Policy):
             seconds = _longest(value)
         if seconds is not None and math.isfinite(seconds):
@@ -85,12 +80,12 @@ def _longest(policy: object) -> float | None:
     return max(found, default=None)
 
 
-def _limited(policy: Any, share: float) -> Any:
+def _limited(policy: _P, share: float) -> _P:
     """The policy with every limit cut to a share of it."""
-    changes: dict[str, Any] = {}
-    for name, value in _settings(policy).items():
-        if name == "seconds" and value is not None:
-            changes[name] = share * value
+    changes: dict[str, object] = {}
+    for field, value in policy.settings():
+        if field.name == "seconds" and value is not None:
+            changes[field.name] = share * value
         elif isinstance(value, Policy):
-            changes[name] = _limited(value, share)
-    return replace(policy, **changes) if changes else policy
+            changes[field.name] = _limited(value, share)
+    return policy.with_settings(**changes)

@@ -219,7 +219,7 @@ class _Offers:
             policy_name=policy.name,
             options=describe_options(policy),
             barriers=self.barriers,
-            device=getattr(policy, "device", "h200"),
+            device=policy.device,
         )
         if plan.peak_bytes <= aim_bytes:
             if self.best is None or program_cost(plan) < program_cost(self.best):
