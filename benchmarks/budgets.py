@@ -307,8 +307,8 @@ def with_report(row: M, report: CompileReport) -> M:
 def code_of(device: str, *, planned: bool) -> str:
     """Hash of what a row depends on: a baseline does not depend on the planner."""
     folders = ["models", "policies", "remat"] if planned else ["models"]
-    paths = [p for folder in folders for p in (_ROOT / folder).glob("*.py")]
-    compiler = [_ROOT / "remat" / name for name in ("compile.py", "hlo.py", "kernels.py")]
+    paths = [p for folder in folders for p in (_ROOT / folder).rglob("*.py")]
+    compiler = (_ROOT / "remat" / "compiler").glob("*.py")
     digest = hashlib.sha256(f"{jax.__version__} {remat.__version__} {device}".encode())
     for path in sorted({*paths, *compiler, Path(__file__)}):
         digest.update(path.read_bytes())

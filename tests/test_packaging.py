@@ -71,8 +71,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         names = set(archive.namelist())
     tops = {name.split("/")[0] for name in names}
     assert tops == {"remat", f"remat-{remat.__version__}.dist-info"}
-    expected = {f"remat/{path.name}" for path in (ROOT / "remat").glob("*.py")}
-    expected |= {f"remat/policies/{path.name}" for path in (ROOT / "policies").glob("*.py")}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "remat").rglob("*.py")}
+    expected |= {f"remat/{path.relative_to(ROOT)}" for path in (ROOT / "policies").rglob("*.py")}
     assert {n for n in names if ".dist-info/" not in n} == {*expected, "remat/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
