@@ -1,4 +1,4 @@
-"""The two programs of a loop's body: one iteration of the forward loop, and one of the backward loop.
+"""What runs in a loop's body: one iteration of the forward loop, and one of the backward loop.
 
 In a body the results are parts of arrays in use. What was stacked is read as slices; a slice is a buffer if an
 operator that does not fuse reads it. What a loop in the body stacks or sums is a buffer that is then copied into
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from remat.core.graph import Graph
+from remat.memory.execution import Execution, Working
 from remat.memory.instances import Action, Builder, actions_of
-from remat.memory.program import Program, Working
 from remat.plans.steps import Schedule
 
-__all__ = ["body_programs"]
+__all__ = ["body_executions"]
 
 
-def body_programs(
+def body_executions(
     graph: Graph, schedule: Schedule | None, working: Working
-) -> tuple[Program, Program]:
+) -> tuple[Execution, Execution]:
     """Returns what one iteration of the forward loop runs, and of the backward loop.
 
     Args:
@@ -41,16 +41,18 @@ def body_programs(
     back.crossing([v for v in raw if v in ahead.raw], packed=False)
     back.crossing([v for v in bits if v in ahead.bits], packed=True)
     back.run(steps[turn:], offset=turn)
-    ahead.program.results = [
+    ahead.execution.results = [
         *(ahead.raw[v] for v in graph.outputs),
         *(ahead.raw[v] for v in raw if v in ahead.raw),
         *(ahead.bits[v] for v in bits if v in ahead.bits),
     ]
-    back.program.stacks = True
-    back.program.results = [back.raw[v] for v in graph.gradients]
-    ahead.program.copied = _made_by_loops(ahead.program, set(carried))
-    back.program.copied = _made_by_loops(back.program, _of_type(graph, graph.gradients, carried))
-    return ahead.program, back.program
+    back.execution.stacks = True
+    back.execution.results = [back.raw[v] for v in graph.gradients]
+    ahead.execution.copied = _made_by_loops(ahead.execution, set(carried))
+    back.execution.copied = _made_by_loops(
+        back.execution, _of_type(graph, graph.gradients, carried)
+    )
+    return ahead.execution, back.execution
 
 
 def _read_before_made(graph: Graph, steps: Iterable[Action]) -> tuple[list[int], list[int]]:
@@ -77,15 +79,15 @@ def _read_before_made(graph: Graph, steps: Iterable[Action]) -> tuple[list[int],
     return [v for v in raw if v not in given and v not in bits], list(bits)
 
 
-def _made_by_loops(program: Program, carried: set[int]) -> set[int]:
+def _made_by_loops(execution: Execution, carried: set[int]) -> set[int]:
     """The results of a body that a loop in it makes, but for those that it hands on in place."""
-    instances = program.instances
-    roots = {instances[index].root for index in program.results}
+    instances = execution.instances
+    roots = {instances[index].root for index in execution.results}
     made = (root for root in roots if instances[root].producer >= 0)
     return {
         root
         for root in made
-        if program.nodes[instances[root].producer].name == "scan"
+        if execution.nodes[instances[root].producer].name == "scan"
         and instances[root].value not in carried
     }
 

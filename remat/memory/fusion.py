@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remat.core.buffers import is_written
-from remat.memory.program import Node, Program
+from remat.memory.execution import Execution, Node
 from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SMALL_SHARE
 
 __all__ = ["Fusion"]
@@ -29,27 +29,27 @@ class Fusion:
         kernels: for every node the kernels it is part of, each by its last node.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
         self.live = self._find_live()
         self.users = self._find_users()
         # To make a value: bytes to read, and instructions as bytes.
-        self.reads: list[float] = [float(i.nbytes) for i in program.instances]
-        self.work: list[float] = [0.0] * len(program.instances)
+        self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
+        self.work: list[float] = [0.0] * len(execution.instances)
         # The buffers among what it takes; small ones left out.
-        self.leaves = [frozenset((i.root,)) for i in program.instances]
+        self.leaves = [frozenset((i.root,)) for i in execution.instances]
         self.read_by: dict[int, set[int]] = {}
         self._estimate()
         self._reach: list[int] | None = None
-        self.is_buffer = [i.producer < 0 for i in program.instances]
-        self.kernels: list[frozenset[int]] = [frozenset()] * len(program.nodes)
+        self.is_buffer = [i.producer < 0 for i in execution.instances]
+        self.kernels: list[frozenset[int]] = [frozenset()] * len(execution.nodes)
         self._choose()
 
     def _find_live(self) -> list[bool]:
-        nodes = self.program.nodes
+        nodes = self.execution.nodes
         live = [False] * len(nodes)
-        needed = [False] * len(self.program.instances)
-        for index in self.program.results:
+        needed = [False] * len(self.execution.instances)
+        for index in self.execution.results:
             needed[index] = True
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
@@ -60,8 +60,8 @@ class Fusion:
         return live
 
     def _find_users(self) -> list[list[int]]:
-        users: list[list[int]] = [[] for _ in self.program.instances]
-        for number, node in enumerate(self.program.nodes):
+        users: list[list[int]] = [[] for _ in self.execution.instances]
+        for number, node in enumerate(self.execution.nodes):
             if self.live[number]:
                 for index in dict.fromkeys(node.ins):
                     users[index].append(number)
@@ -69,8 +69,8 @@ class Fusion:
 
     def _estimate(self) -> None:
         """What it takes to make every value if what several operators read is written where that pays."""
-        instances = self.program.instances
-        for number, node in enumerate(self.program.nodes):
+        instances = self.execution.instances
+        for number, node in enumerate(self.execution.nodes):
             if node.kind == "zeros":  # whether they are in memory is not known when XLA estimates
                 self.reads[node.outs[0]], self.leaves[node.outs[0]] = 0.0, frozenset()
                 continue
@@ -90,7 +90,7 @@ class Fusion:
                 self.leaves[out] = found
 
     def _cost(self, node: Node, out: int) -> tuple[float, float]:
-        instances = self.program.instances
+        instances = self.execution.instances
         elements = instances[out].elements
         reads = 0.0
         work = node.additions * elements * BYTES_PER_ADDITION
@@ -103,7 +103,7 @@ class Fusion:
 
     def _choose(self) -> None:
         """From the results back: a value's kernels are known once those of its readers are."""
-        nodes, results = self.program.nodes, set(self.program.results)
+        nodes, results = self.execution.nodes, set(self.execution.results)
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if not self.live[number]:
@@ -146,7 +146,7 @@ class Fusion:
 
         A kernel does not pay for reading what it reads in any case.
         """
-        instances = self.program.instances
+        instances = self.execution.instances
         out = node.outs[0]
         nbytes = instances[out].nbytes
         reads, work = self._cost(node, out)
@@ -184,18 +184,18 @@ class Fusion:
 
     def size(self, number: int) -> int:
         """The number of elements a kernel walks over."""
-        node, instances = self.program.nodes[number], self.program.instances
+        node, instances = self.execution.nodes[number], self.execution.instances
         around = node.ins if node.reduces else node.outs
         return max((instances[index].elements for index in around), default=0)
 
     def _reachable(self) -> list[int]:
         """For every node the set, as bits, of the nodes that depend on it, itself included."""
         if self._reach is None:
-            reach = [0] * len(self.program.nodes)
+            reach = [0] * len(self.execution.nodes)
             for number in range(len(reach) - 1, -1, -1):
                 if self.live[number]:
                     bits = 1 << number
-                    for out in self.program.nodes[number].outs:
+                    for out in self.execution.nodes[number].outs:
                         for user in self.users[out]:
                             bits |= reach[user]
                     reach[number] = bits

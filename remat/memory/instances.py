@@ -14,8 +14,8 @@ from typing import Literal
 
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
+from remat.memory.execution import Execution, Instance, Node, Working
 from remat.memory.identities import moves_nothing, signature
-from remat.memory.program import Instance, Node, Program, Working
 from remat.memory.tables import (
     ADDITIONS,
     CODE_ADDITIONS,
@@ -27,7 +27,7 @@ from remat.memory.tables import (
 from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
 from remat.plans.steps import Schedule
 
-__all__ = ["Action", "Builder", "actions_of", "build_program"]
+__all__ = ["Action", "Builder", "actions_of", "execution_of"]
 
 Action = tuple[str, int, tuple[int, ...]]
 """A step: its action, its target, the values that a barrier ties."""
@@ -42,8 +42,8 @@ def actions_of(graph: Graph, schedule: Schedule | None) -> list[Action]:
     return [*steps[:first], ("turn", -1, ()), *steps[first:]]
 
 
-def build_program(graph: Graph, schedule: Schedule | None, working: Working) -> Program:
-    """Returns the program of a graph that is no loop's body.
+def execution_of(graph: Graph, schedule: Schedule | None, working: Working) -> Execution:
+    """Returns what runs of a graph that is no loop's body.
 
     Args:
         graph, schedule: as in `remat.memory.predict.predict`.
@@ -52,9 +52,9 @@ def build_program(graph: Graph, schedule: Schedule | None, working: Working) -> 
     builder = Builder(graph, working)
     builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
     builder.run(actions_of(graph, schedule))
-    program = builder.program
-    program.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
-    return program
+    execution = builder.execution
+    execution.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
+    return execution
 
 
 class Builder:
@@ -63,13 +63,13 @@ class Builder:
     def __init__(self, graph: Graph, working: Working, *, in_loop: bool = False) -> None:
         self.graph = graph
         self.working = working
-        self.program = Program(graph, in_loop=in_loop)
+        self.execution = Execution(graph, in_loop=in_loop)
         self.raw: dict[int, int] = {}
         self.bits: dict[int, int] = {}
         self._seen: dict[Hashable, list[int]] = {}
         self._ran: set[int] = set()
         self._added = frozenset(op.id for op in graph.ops if is_added_up(graph, op))
-        self._shared = self.program.shared = shared_zeros(graph, self._added)
+        self._shared = self.execution.shared = shared_zeros(graph, self._added)
         # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
         self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
 
@@ -77,20 +77,20 @@ class Builder:
         """Values that are there before the first step."""
         for value in values:
             self.raw[value] = self._new(value, -1)
-            self.program.sources.add(self.raw[value])
+            self.execution.sources.add(self.raw[value])
 
     def sliced(self, given: Iterable[int]) -> None:
         """Of what a loop's body is given, marks what is a slice of a stacked array."""
         whole = {*self.graph.invariant, *self.graph.carried}
-        self.program.slices.update(self.raw[v] for v in given if v not in whole)
+        self.execution.slices.update(self.raw[v] for v in given if v not in whole)
 
     def crossing(self, values: Iterable[int], *, packed: bool) -> None:
         """Values that the forward loop stacked, sliced for this iteration."""
         for value in values:
             index = self._new(value, -1, packed=packed)
             (self.bits if packed else self.raw)[value] = index
-            self.program.sources.add(index)
-            self.program.slices.add(index)
+            self.execution.sources.add(index)
+            self.execution.slices.add(index)
 
     def run(self, steps: Sequence[Action], offset: int = 0) -> None:
         """Executes steps."""
@@ -123,30 +123,30 @@ class Builder:
         if nbytes is None:
             nbytes = stored_bytes(found) if packed else found.nbytes
         elements = math.prod(found.shape)
-        index = len(self.program.instances)
-        root = index if root < 0 else self.program.instances[root].root
+        index = len(self.execution.instances)
+        root = index if root < 0 else self.execution.instances[root].root
         instance = Instance(value, nbytes, elements, producer, root, packed)
-        self.program.instances.append(instance)
+        self.execution.instances.append(instance)
         return index
 
     def _tie(self, step: int, op: Op | None, ins: tuple[int, ...]) -> list[int]:
-        number = len(self.program.nodes)
+        number = len(self.execution.nodes)
         node = Node("barrier", op, "barrier", ins, [], step, fusible=False)
-        self.program.nodes.append(node)
+        self.execution.nodes.append(node)
         for index in ins:
-            old = self.program.instances[index]
+            old = self.execution.instances[index]
             node.outs.append(self._new(old.value, number, root=index, packed=old.packed))
         return node.outs
 
     def _code(self, step: int, kind: Literal["pack", "unpack"], value: int, source: int) -> int:
         key = (kind, source)
         if key not in self._seen:
-            number = len(self.program.nodes)
+            number = len(self.execution.nodes)
             packs = kind == "pack"
             node = Node(
                 kind, None, kind, (source,), [], step, True, packs, additions=CODE_ADDITIONS
             )
-            self.program.nodes.append(node)
+            self.execution.nodes.append(node)
             node.outs.append(self._new(value, number, packed=packs))
             self._seen[key] = node.outs
         return self._seen[key][0]
@@ -184,7 +184,7 @@ class Builder:
         if (
             len(ins) == 1
             and len(op.outputs) == 1
-            and moves_nothing(self.graph, op, in_loop=self.program.in_loop)
+            and moves_nothing(self.graph, op, in_loop=self.execution.in_loop)
         ):
             self.raw[op.outputs[0]] = ins[0]
             return
@@ -218,9 +218,9 @@ class Builder:
         return self._filled(step, value, ins)[0]
 
     def _filled(self, step: int, value: int, ins: tuple[int, ...]) -> list[int]:
-        number = len(self.program.nodes)
+        number = len(self.execution.nodes)
         node = Node("zeros", None, "zeros", ins, [], step, fusible=not ins, additions=1)
-        self.program.nodes.append(node)
+        self.execution.nodes.append(node)
         node.outs.append(self._new(value, number))
         return node.outs
 
@@ -247,9 +247,9 @@ class Builder:
         fusible = any(pool.name == "reduce_window_max" and pool.fusible for pool in pools)
         key = ("indices", ins[1], self.graph.values[source].shape)
         if key not in self._seen:
-            number = len(self.program.nodes)
+            number = len(self.execution.nodes)
             node = Node("indices", None, "indices", (ins[1],), [], step, fusible, True)
-            self.program.nodes.append(node)
+            self.execution.nodes.append(node)
             windows = math.prod(self.graph.values[source].shape)
             for _ in self.graph.values[source].shape:
                 node.outs.append(self._new(source, number, nbytes=INDEX_BYTES * windows))
@@ -259,7 +259,7 @@ class Builder:
     def _node(
         self, step: int, op: Op, ins: tuple[int, ...], outputs: tuple[int, ...] | None = None
     ) -> list[int]:
-        number = len(self.program.nodes)
+        number = len(self.execution.nodes)
         random = op.random and op.kind == "RANDOM"
         working, trips = self.working.get(op.id, (None, 0))
         node = Node(
@@ -277,6 +277,6 @@ class Builder:
             trips=trips,
         )
         self._ran.add(op.id)
-        self.program.nodes.append(node)
+        self.execution.nodes.append(node)
         node.outs.extend(self._new(value, number) for value in outputs or op.outputs)
         return node.outs

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
-from remat.memory.program import Node, Program
 from remat.memory.tables import CONVOLUTION, FAR
 
 __all__ = ["Kernel", "find_kernels", "merge_siblings", "tie_of"]
@@ -51,13 +51,13 @@ class Kernel:
         self.copies |= other.copies
 
 
-def find_kernels(program: Program, fusion: Fusion) -> list[Kernel]:
+def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
     """Returns the kernels, in the order of their last nodes."""
-    instances = program.instances
+    instances = execution.instances
     found: dict[int, Kernel] = {}
     turned: set[int] = set()
-    unread = _unread_stacks(program, fusion)
-    for number, node in enumerate(program.nodes):
+    unread = _unread_stacks(execution, fusion)
+    for number, node in enumerate(execution.nodes):
         if not fusion.live[number]:
             continue
         if fusion.kernels[number] == {number}:
@@ -71,17 +71,17 @@ def find_kernels(program: Program, fusion: Fusion) -> list[Kernel]:
                     kernel.reads.add(root)
                     if instances[index].producer >= 0:
                         kernel.after.add(instances[index].producer)
-                if root in program.slices and not node.fusible and node.kind != "barrier":
+                if root in execution.slices and not node.fusible and node.kind != "barrier":
                     kernel.copies.add(root)
         if node.op is not None and node.op.workspace_bytes and number in found:
             found[number].workspace = node.ins[0], node.op.workspace_bytes
         if node.op is not None and node.op.swapped:
             # Elsewhere the copy of the first is all that is kept of it.
-            is_tied = tie_of(program, node.ins[0]) is not None
+            is_tied = tie_of(execution, node.ins[0]) is not None
             found[number].copies.update(node.ins[:1] if is_tied else ())
         elif node.name == CONVOLUTION and len(node.ins) > 1:
             index = node.ins[1]
-            if instances[index].root in program.sources and _is_turned(program, node):
+            if instances[index].root in execution.sources and _is_turned(execution, node):
                 found[number].copies.add(index)
                 turned.add(index)
             elif index in turned:
@@ -89,47 +89,47 @@ def find_kernels(program: Program, fusion: Fusion) -> list[Kernel]:
     return [found[number] for number in sorted(found)]
 
 
-def tie_of(program: Program, index: int) -> int | None:
+def tie_of(execution: Execution, index: int) -> int | None:
     """Returns the barrier that an instance comes out of, None if it is another node's result."""
-    producer = program.instances[index].producer
-    return producer if producer >= 0 and program.nodes[producer].kind == "barrier" else None
+    producer = execution.instances[index].producer
+    return producer if producer >= 0 and execution.nodes[producer].kind == "barrier" else None
 
 
-def _unread_stacks(program: Program, fusion: Fusion) -> set[int]:
+def _unread_stacks(execution: Execution, fusion: Fusion) -> set[int]:
     """What planned loops stack and nobody reads: what a chunk keeps when it runs for the first time."""
-    results = set(program.results)
+    results = set(execution.results)
     return {
         out
-        for node in program.nodes
+        for node in execution.nodes
         if node.op is not None and node.op.loop is not None and len(node.outs) > 1
         for out in node.outs
         if not fusion.users[out] and out not in results
     }
 
 
-def _is_turned(program: Program, node: Node) -> bool:
+def _is_turned(execution: Execution, node: Node) -> bool:
     """Whether a convolution's kernel is copied to another layout that its data gradient reads too.
 
     Of a kernel of one tap without strides it reads a copy of its own.
     """
-    values, instances = program.graph.values, program.instances
+    values, instances = execution.graph.values, execution.instances
     source, kernel, result = (values[instances[i].value] for i in (*node.ins[:2], *node.outs))
     strided = sorted(source.shape)[:-1] != sorted(result.shape)[:-1]
     return strided or kernel.shape.count(1) < len(kernel.shape) - 2
 
 
-def merge_siblings(program: Program, fusion: Fusion, kernels: list[Kernel]) -> list[Kernel]:
+def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) -> list[Kernel]:
     """Returns the kernels with independent ones merged that read one array of the size they walk over.
 
     XLA makes one kernel with several results of them. It runs when the last of them could, so what the first makes
     and what is made from that comes later.
     """
-    instances = program.instances
+    instances = execution.instances
     last: dict[int, Kernel] = {}  # by array, the last element-wise kernel that read it
     order: list[Kernel] = []
     place: dict[int, int] = {}
     for kernel in kernels:
-        node = program.nodes[kernel.node]
+        node = execution.nodes[kernel.node]
         place[kernel.node] = len(order)
         order.append(kernel)
         if node.kind != "op" or not node.fusible or node.reduces or not kernel.writes:

@@ -10,16 +10,16 @@ too.
 
 from __future__ import annotations
 
+from remat.memory.execution import Execution
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel
-from remat.memory.program import Program
 from remat.memory.tables import SMALL_SHARE
 from remat.memory.zeros import ArrayKind, array_kind
 
 __all__ = ["made_early", "put_off"]
 
 
-def put_off(program: Program, kernels: list[Kernel]) -> list[Kernel]:
+def put_off(execution: Execution, kernels: list[Kernel]) -> list[Kernel]:
     """Returns the order of kernels in which what takes more memory than it frees waits, if it can.
 
     XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of
@@ -28,86 +28,108 @@ def put_off(program: Program, kernels: list[Kernel]) -> list[Kernel]:
     that a gradient is written into, so there all gradients wait till the end. Where a pool's windows have their
     largest is known in the forward pass already, and there it is found once everything else takes as much.
     """
-    size = [instance.nbytes for instance in program.instances]
-    read: set[int] = set().union(*(kernel.reads for kernel in kernels))
-    final = {program.instances[index].root for index in program.results} - read
-    users: dict[int, int] = {}
-    for kernel in kernels:
-        for root in kernel.reads - program.sources:
-            users[root] = users.get(root, 0) + 1
+    return _ListScheduler(execution, kernels).order()
 
-    def gain(kernel: Kernel) -> int:
-        freed = sum(size[root] for root in kernel.reads if users.get(root) == 1)
-        return freed - sum(size[root] for root in kernel.writes)
 
-    def most(kernel: Kernel) -> int:
-        freed = sum(size[root] for root in kernel.reads - program.sources)
-        return freed - sum(size[root] for root in kernel.writes)
+class _ListScheduler:
+    """Kernels in their order, of which some wait."""
 
-    order: list[Kernel] = []
-    # By node, with what each can free at most beyond what it writes.
-    waiting: dict[int, tuple[int, Kernel]] = {}
-    pools = {k.node: k for k in kernels if program.nodes[k.node].kind == "indices"}
-    needs = {node: set(kernel.after) for node, kernel in pools.items()}
+    def __init__(self, execution: Execution, kernels: list[Kernel]) -> None:
+        self.kernels = kernels
+        self.size = [instance.nbytes for instance in execution.instances]
+        self.sources = execution.sources
+        self.stacks = execution.stacks
+        read: set[int] = set().union(*(kernel.reads for kernel in kernels))
+        # Results that nothing reads: their kernels may wait.
+        self.final = {execution.instances[index].root for index in execution.results} - read
+        self.readers: dict[int, int] = {}  # of every buffer how many have not run yet
+        for kernel in kernels:
+            for root in kernel.reads - self.sources:
+                self.readers[root] = self.readers.get(root, 0) + 1
+        # By node, with what each can free at most beyond what it writes.
+        self.waiting: dict[int, tuple[int, Kernel]] = {}
+        self.pools = {k.node: k for k in kernels if execution.nodes[k.node].kind == "indices"}
+        self.needs = {node: set(kernel.after) for node, kernel in self.pools.items()}
+        self.ran: list[Kernel] = []
 
-    def run(kernel: Kernel) -> None:
-        order.append(kernel)
-        for root in kernel.reads - program.sources:
-            users[root] -= 1
-        for node in list(needs):
-            needs[node].difference_update((kernel.node, *kernel.merged))
-            if not needs[node]:
-                del needs[node]
-                waiting[node] = most(pools[node]), pools[node]
-
-    for kernel in kernels:
-        if kernel.node in pools:
-            if waiting.pop(kernel.node, None) or needs.pop(kernel.node, None) is not None:
-                run(kernel)  # it did not run before
-            continue
-        if kernel.writes and final.issuperset(kernel.writes):
-            best = most(kernel)
-            if best < 0 or program.stacks:
-                waiting[kernel.node] = best, kernel
+    def order(self) -> list[Kernel]:
+        """Returns the kernels in the order in which they run."""
+        for kernel in self.kernels:
+            if kernel.node in self.pools:
+                waited = self.waiting.pop(kernel.node, None)
+                if waited or self.needs.pop(kernel.node, None) is not None:
+                    self._run(kernel)  # it did not run before
                 continue
-        if waiting and not program.stacks:
-            own = gain(kernel)
-            if own < 0:
-                ready = [
-                    k
-                    for best, k in waiting.values()
-                    if best >= own and gain(k) >= own + (k.node not in pools)
-                ]
-                for other in ready:
-                    del waiting[other.node]
-                for other in ready:
-                    run(other)
-        run(kernel)
-    return [*order, *(kernel for _, kernel in waiting.values())]
+            if kernel.writes and self.final.issuperset(kernel.writes):
+                best = self._gain_at_most(kernel)
+                if best < 0 or self.stacks:
+                    self.waiting[kernel.node] = best, kernel
+                    continue
+            if self.waiting and not self.stacks:
+                self._run_what_takes_less(kernel)
+            self._run(kernel)
+        return [*self.ran, *(kernel for _, kernel in self.waiting.values())]
+
+    def _run_what_takes_less(self, kernel: Kernel) -> None:
+        """Runs what waits and takes less memory than a kernel; of pools also what takes as much."""
+        own = self._gain(kernel)
+        if own >= 0:
+            return
+        ready = [
+            k
+            for best, k in self.waiting.values()
+            if best >= own and self._gain(k) >= own + (k.node not in self.pools)
+        ]
+        for other in ready:
+            del self.waiting[other.node]
+        for other in ready:
+            self._run(other)
+
+    def _gain(self, kernel: Kernel) -> int:
+        """Bytes that a kernel frees if it runs now, beyond what it writes."""
+        freed = sum(self.size[root] for root in kernel.reads if self.readers.get(root) == 1)
+        return freed - self._written(kernel)
+
+    def _gain_at_most(self, kernel: Kernel) -> int:
+        freed = sum(self.size[root] for root in kernel.reads - self.sources)
+        return freed - self._written(kernel)
+
+    def _written(self, kernel: Kernel) -> int:
+        return sum(self.size[root] for root in kernel.writes)
+
+    def _run(self, kernel: Kernel) -> None:
+        self.ran.append(kernel)
+        for root in kernel.reads - self.sources:
+            self.readers[root] -= 1
+        for node in list(self.needs):
+            self.needs[node].difference_update((kernel.node, *kernel.merged))
+            if not self.needs[node]:
+                del self.needs[node]
+                self.waiting[node] = self._gain_at_most(self.pools[node]), self.pools[node]
 
 
-def made_early(program: Program, fusion: Fusion) -> dict[int, int]:
+def made_early(execution: Execution, fusion: Fusion) -> dict[int, int]:
     """Returns the buffers that are made before their turn, each with the node of the kernel that makes it.
 
     The zeros that loops stack their results into are made in one kernel for all of a type.
     """
-    ready = [-1] * len(program.instances)
+    ready = [-1] * len(execution.instances)
     first: dict[tuple[int, int], int] = {}
     moved: dict[int, int] = {}
     filled: dict[ArrayKind, int] = {}
-    for number, node in enumerate(program.nodes):
+    for number, node in enumerate(execution.nodes):
         if not fusion.live[number]:
             continue
         known = max((ready[index] for index in node.ins), default=-1)
         for out in node.outs:
-            instance = program.instances[out]
-            if _is_stack(program, out):
-                value = program.graph.values[instance.value]
+            instance = execution.instances[out]
+            if _is_stack(execution, out):
+                value = execution.graph.values[instance.value]
                 start = filled.setdefault((value.dtype, value.shape), number)
                 if start < number:
                     moved[out] = start
             if node.kind == "zeros" and node.ins:
-                moved[out] = program.instances[node.ins[0]].producer
+                moved[out] = execution.instances[node.ins[0]].producer
             if node.kind == "barrier" or not node.fusible:
                 ready[out] = number
                 continue
@@ -123,11 +145,11 @@ def made_early(program: Program, fusion: Fusion) -> dict[int, int]:
     return moved
 
 
-def _is_stack(program: Program, index: int) -> bool:
+def _is_stack(execution: Execution, index: int) -> bool:
     """Whether a planned loop stacks its results into an array, over zeros that only loops write over."""
-    instance = program.instances[index]
-    node = program.nodes[instance.producer] if instance.producer >= 0 else None
+    instance = execution.instances[index]
+    node = execution.nodes[instance.producer] if instance.producer >= 0 else None
     if node is None or node.trips < 2:
         return False
-    value = program.graph.values[instance.value]
-    return value.shape[:1] == (node.trips,) and array_kind(value) not in program.shared
+    value = execution.graph.values[instance.value]
+    return value.shape[:1] == (node.trips,) and array_kind(value) not in execution.shared

@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of
-from remat.memory.program import Program
 from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
 
 __all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy"]
@@ -65,15 +65,15 @@ class Occupancy:
     in_results: list[Range]
 
 
-def lay_out(program: Program, order: list[Kernel], moved: Mapping[int, int]) -> Layout:
+def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int]) -> Layout:
     """Returns from when to when each buffer is there.
 
     Args:
-        program: whose buffers.
+        execution: whose buffers.
         order: in which the kernels run.
         moved: buffers that are made before their turn, with the node of the kernel that makes them.
     """
-    instances = program.instances
+    instances = execution.instances
     position = {node: i for i, k in enumerate(order) for node in (k.node, *k.merged)}
     start: dict[int, int] = {}
     end: dict[int, int] = {}
@@ -85,33 +85,33 @@ def lay_out(program: Program, order: list[Kernel], moved: Mapping[int, int]) -> 
         for root in kernel.reads:
             end[root] = i
         for index in kernel.copies:
-            tie = tie_of(program, index)  # XLA copies what a barrier lets through at once
+            tie = tie_of(execution, index)  # XLA copies what a barrier lets through at once
             first = i if tie is None else position[tie]
             copied[index] = copied.get(index, (first, i))[0], i
-    written = {instances[index].root for index in program.results}
+    written = {instances[index].root for index in execution.results}
     last = len(order) - 1
     results = [Range(i, instances[i].nbytes, start[i], last) for i in written if i in start]
     ranges = [
         Range(i, instances[i].nbytes, at, end[i])
         for i, at in start.items()
-        if i not in program.sources
+        if i not in execution.sources
     ]
     ranges += [
-        Range(i, instances[i].nbytes, at, max(till, end[i]) if i in program.slices else till)
+        Range(i, instances[i].nbytes, at, max(till, end[i]) if i in execution.slices else till)
         for i, (at, till) in copied.items()
     ]
     ranges += [Range(*k.workspace, i, i) for i, k in enumerate(order) if k.workspace is not None]
-    kept = written - program.copied
+    kept = written - execution.copied
     return Layout(order, [r for r in ranges if r.nbytes and r.index not in kept], results)
 
 
-def occupy(program: Program, layout: Layout) -> Occupancy:
+def occupy(execution: Execution, layout: Layout) -> Occupancy:
     """Returns how much is alive when."""
     order, ranges = layout.order, layout.ranges
-    places = set() if program.in_loop else _in_results(ranges, layout.results)
+    places = set() if execution.in_loop else _in_results(ranges, layout.results)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = _changes(outside, len(order))
-    for start, nbytes in _overwritten(program, order, outside):
+    for start, nbytes in _overwritten(execution, order, outside):
         change[start] -= nbytes
         change[start + 1] += nbytes
     peak, at, alive = 0, -1, 0
@@ -119,7 +119,7 @@ def occupy(program: Program, layout: Layout) -> Occupancy:
     totals: list[int] = []
     for position, kernel in enumerate(order):
         alive += change[position]
-        working = program.nodes[kernel.node].working
+        working = execution.nodes[kernel.node].working
         total = alive + (working.peak_bytes if working else 0)
         totals.append(total)
         if total > peak:
@@ -192,7 +192,7 @@ def _place(
 
 
 def _overwritten(
-    program: Program, order: list[Kernel], ranges: list[Range]
+    execution: Execution, order: list[Kernel], ranges: list[Range]
 ) -> list[tuple[int, int]]:
     """Where a kernel writes into an operand that dies there: position and bytes counted twice.
 
@@ -201,7 +201,7 @@ def _overwritten(
     Of the results of merged kernels XLA was seen to write one in place if they are in a type narrower than the one
     they are computed in (bfloat16), all if in float32.
     """
-    nodes, instances = program.nodes, program.instances
+    nodes, instances = execution.nodes, execution.instances
     tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
     # XLA has one buffer for what is scattered into and the scatter's result, and only buffers of one array share.
     kept = {instances[i].root for node in nodes if node.name in IN_PLACE for i in node.ins}
@@ -221,7 +221,7 @@ def _overwritten(
     for found in ranges:
         producer = instances[found.index].producer
         node = nodes[producer] if producer >= 0 else None
-        if node is None or node.name == "transpose" or found.index in program.copied:
+        if node is None or node.name == "transpose" or found.index in execution.copied:
             continue  # a loop stacks into an array of its own
         if node.name not in IN_PLACE and (not node.fusible or node.reduces or found.index in kept):
             continue

@@ -3,8 +3,8 @@
 `simulate` counts every value of a schedule; a compiler does not. This model plays, on the joint graph, the parts
 of XLA:GPU that decide about memory, without compiling. Each has a module, which says what is played:
 
-1. `instances`: what runs and what runs again, as nodes and instances of values (`program`); with `identities`, what
-   is not new, and `zeros`. `bodies`: the same for one iteration of a loop.
+1. `instances`: what runs and what runs again, as nodes and instances of values (`execution`); `identities`:
+   what is not new; `zeros`. `bodies`: the same for one iteration of a loop.
 2. `fusion`: which instances are buffers.
 3. `kernels`: what runs as one, and what is copied for it.
 4. `order`: in which order.
@@ -28,13 +28,13 @@ from functools import partial
 
 from remat.core.garbage import without_collection
 from remat.core.graph import Graph
-from remat.memory.bodies import body_programs
+from remat.memory.bodies import body_executions
+from remat.memory.execution import Alive, Buffer, Execution, Instance, Node, Prediction, Working
 from remat.memory.fusion import Fusion
-from remat.memory.instances import build_program
+from remat.memory.instances import execution_of
 from remat.memory.kernels import Kernel, find_kernels, merge_siblings
 from remat.memory.order import made_early, put_off
 from remat.memory.places import lay_out, occupy
-from remat.memory.program import Alive, Buffer, Instance, Node, Prediction, Program, Working
 from remat.memory.zeros import is_constant
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
@@ -61,7 +61,7 @@ def predict(
         schedule = None
     working = _working(graph, loops, plain=schedule is None)
     with without_collection():
-        return _predict(build_program(graph, schedule, working))
+        return _predict(execution_of(graph, schedule, working))
 
 
 def predict_body(
@@ -76,7 +76,7 @@ def predict_body(
         The predictions of the forward and of the backward loop.
     """
     working = _working(graph, loops, plain=schedule is None)
-    ahead, back = body_programs(graph, schedule, working)
+    ahead, back = body_executions(graph, schedule, working)
     return _predict(ahead), _predict(back)
 
 
@@ -98,24 +98,24 @@ def buffers(graph: Graph) -> tuple[int, ...]:
 
     Inputs, constants and cotangents have their bytes. A value that shares its operand's buffer (a reshape) has 0.
     """
-    program = build_program(graph, None, {})
-    fusion = Fusion(program)
+    execution = execution_of(graph, None, {})
+    fusion = Fusion(execution)
     found = [0] * len(graph.values)
-    for index, instance in enumerate(program.instances):
-        if instance.root == index and fusion.is_buffer[index] and _is_named(program, instance):
+    for index, instance in enumerate(execution.instances):
+        if instance.root == index and fusion.is_buffer[index] and _is_named(execution, instance):
             found[instance.value] = instance.nbytes
     return tuple(found)
 
 
-def _predict(program: Program) -> Prediction:
+def _predict(execution: Execution) -> Prediction:
     """The model, part by part: fused, merged, ordered, laid out, counted."""
-    fusion = Fusion(program)
-    kernels = merge_siblings(program, fusion, find_kernels(program, fusion))
-    order = put_off(program, kernels)
-    layout = lay_out(program, order, made_early(program, fusion))
-    found = occupy(program, layout)
-    node = program.nodes[order[found.at].node] if found.at >= 0 else None
-    listed = [_describe(program, r.index, r.nbytes) for r in found.alive]
+    fusion = Fusion(execution)
+    kernels = merge_siblings(execution, fusion, find_kernels(execution, fusion))
+    order = put_off(execution, kernels)
+    layout = lay_out(execution, order, made_early(execution, fusion))
+    found = occupy(execution, layout)
+    node = execution.nodes[order[found.at].node] if found.at >= 0 else None
+    listed = [_describe(execution, r.index, r.nbytes) for r in found.alive]
     if node is not None and node.working is not None:
         listed += [_of_body(node, buffer) for buffer in node.working.at_peak]
     return Prediction(
@@ -125,8 +125,8 @@ def _predict(program: Program) -> Prediction:
         held_in_results_bytes=sum(r.nbytes for r in found.in_results),
         loop_peak_bytes=found.loop_peak_bytes,
         outside_peak_bytes=found.outside_peak_bytes,
-        traffic_bytes=_traffic_bytes(program, kernels),
-        alive=tuple(map(partial(_alive, program), order, found.totals)),
+        traffic_bytes=_traffic_bytes(execution, kernels),
+        alive=tuple(map(partial(_alive, execution), order, found.totals)),
     )
 
 
@@ -162,29 +162,29 @@ def _working(graph: Graph, loops: Sequence[LoopRecord], plain: bool) -> Working:
     return found
 
 
-def _alive(program: Program, kernel: Kernel, nbytes: int) -> Alive:
-    node = program.nodes[kernel.node]
+def _alive(execution: Execution, kernel: Kernel, nbytes: int) -> Alive:
+    node = execution.nodes[kernel.node]
     is_backward = node.again or node.kind in ("barrier", "unpack")
     is_backward = is_backward or (node.op is not None and node.op.phase == "backward")
     return Alive(node.step, nbytes, is_backward, node.working is not None)
 
 
-def _traffic_bytes(program: Program, kernels: Sequence[Kernel]) -> int:
+def _traffic_bytes(execution: Execution, kernels: Sequence[Kernel]) -> int:
     """What kernels read and write; loops and barriers left out."""
-    nodes, instances = program.nodes, program.instances
+    nodes, instances = execution.nodes, execution.instances
     moving = (k for k in kernels if nodes[k.node].kind != "barrier" and not nodes[k.node].working)
     return sum(instances[root].nbytes for k in moving for root in (*k.reads, *k.writes))
 
 
-def _describe(program: Program, index: int, nbytes: int) -> Buffer:
-    instance = program.instances[index]
-    value = program.graph.values[instance.value]
-    node = program.nodes[instance.producer] if instance.producer >= 0 else None
-    op = program.graph.ops[value.producer] if value.producer is not None else None
+def _describe(execution: Execution, index: int, nbytes: int) -> Buffer:
+    instance = execution.instances[index]
+    value = execution.graph.values[instance.value]
+    node = execution.nodes[instance.producer] if instance.producer >= 0 else None
+    op = execution.graph.ops[value.producer] if value.producer is not None else None
     label = f"bits of {value.label}" if instance.packed else value.label
     if node is not None and node.kind == "indices":
         label = f"i32[{','.join(map(str, value.shape))}]"
-    if index in program.slices:
+    if index in execution.slices:
         label = f"slice {label}"
     return Buffer(
         value=instance.value,
@@ -204,12 +204,12 @@ def _of_body(node: Node, found: Buffer) -> Buffer:
     return Buffer(-1, found.nbytes, found.label, name, found.scope, found.phase)
 
 
-def _is_named(program: Program, instance: Instance) -> bool:
+def _is_named(execution: Execution, instance: Instance) -> bool:
     """Whether an instance is one of its value, not zeros in the form of the value."""
-    kind = program.nodes[instance.producer].kind if instance.producer >= 0 else "op"
+    kind = execution.nodes[instance.producer].kind if instance.producer >= 0 else "op"
     if kind == "indices":
         return False
     if kind != "zeros":
         return True
-    producer = program.graph.values[instance.value].producer
-    return producer is not None and is_constant(program.graph.ops[producer])
+    producer = execution.graph.values[instance.value].producer
+    return producer is not None and is_constant(execution.graph.ops[producer])

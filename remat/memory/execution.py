@@ -1,4 +1,4 @@
-"""What the parts of the model hand to each other: a program as instances and runs; and what it returns.
+"""What the parts of the model hand to each other, runs and instances; and what it returns.
 
 Every run of an operator is a *node* and makes new *instances* of its results, so a value that is made twice has
 two.
@@ -13,7 +13,7 @@ from typing import Literal
 from remat.core.graph import Graph, Op
 from remat.memory.zeros import ArrayKind
 
-__all__ = ["Alive", "Buffer", "Instance", "Kind", "Node", "Prediction", "Program", "Working"]
+__all__ = ["Alive", "Buffer", "Instance", "Kind", "Node", "Prediction", "Execution", "Working"]
 
 Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices"]
 
@@ -116,7 +116,7 @@ class Instance:
 
 
 @dataclass
-class Program:
+class Execution:
     """The instances and nodes of a schedule, in its order.
 
     Attributes:
