@@ -1,6 +1,6 @@
 """The exact planners on chains with known optimum and on public benchmark graphs.
 
-    python -m benchmarks.exact [--seconds 60] [--json FILE] [--only chain_a chain_b graphs checkmate rounding]
+    python -m benchmarks.exact [--seconds 60] [--json FILE] [--only chain_a chain_b graphs rounding]
 
 Chains are built here; graphs are read from the folder that `REMAT_GRAPHS` names (networkx node-link JSON with
 `cost_cpu`, `cost_ram` and `backward`, or with `duration`, `out_cost` and an order) and skipped without it. Every
@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from remat.policies.exact.checkmate_model import round_lp, solve_checkmate
-from remat.policies.exact.milp import Solved, cut_bound, smallest_budget, solve_restricted
+from remat.policies.exact.checkmate_model import round_lp
+from remat.policies.exact.cut import cut_bound
+from remat.policies.exact.milp import Solved, solve_restricted
 from remat.policies.solvers.problem import Problem, peak_of_order
 
 __all__ = ["load_graph", "main"]
@@ -35,7 +36,7 @@ _RATIOS = {
     "resnet50": (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3),
     "random_layered_100": (0.9, 0.8),
 }
-_GROUPS = ("chain_a", "chain_b", "graphs", "checkmate", "rounding")
+_GROUPS = ("chain_a", "chain_b", "graphs", "rounding")
 
 
 def _unit(inputs: list[list[int]], turn: int) -> Problem:
@@ -120,9 +121,8 @@ def _graphs(folder: Path, group: str, seconds: float) -> Iterator[dict[str, Any]
         if group == "graphs":
             yield from _restricted(name, problem, peak, ratios, seconds)
         elif len(problem) <= 80:  # the published program grows with nodes * edges
-            method = solve_checkmate if group == "checkmate" else round_lp
             for ratio in ratios:
-                solved = method(problem, math.ceil(ratio * peak), seconds=seconds)
+                solved = round_lp(problem, math.ceil(ratio * peak), seconds=seconds)
                 yield _row(name, str(ratio), group, solved)
 
 
@@ -137,15 +137,6 @@ def _restricted(
         row["cut_bound"] = round(cut.bound, 2) if math.isfinite(cut.bound) else None
         row["cut_seconds"] = round(cut.solve_seconds, 2)
         yield row
-    least = smallest_budget(problem, seconds=seconds)
-    yield {
-        "case": name,
-        "method": "smallest budget",
-        "lower_bytes": least.lower_bytes,
-        "upper_bytes": least.upper_bytes,
-        "ratio": round(least.upper_bytes / peak, 4),
-        "seconds": round(least.solve_seconds, 2),
-    }
 
 
 def main(argv: list[str] | None = None) -> int:

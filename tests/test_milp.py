@@ -19,22 +19,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_checkmate import solve_checkmate
 from reference_chains import chain_a, chain_a_extra, chain_b, chain_b_extra, forward_steps
 
 import remat.policies.exact.milp as milp
-from remat.policies.exact import checkmate_model as _checkmate_model
-from remat.policies.exact.checkmate_model import round_lp, solve_checkmate
+from remat.policies.exact.checkmate_model import build_checkmate, round_lp
+from remat.policies.exact.cut import cut_bound, once_each
 from remat.policies.exact.highs import run_lp, run_mip
-from remat.policies.exact.milp import (
-    Solved,
-    cut_bound,
-    lp_bound,
-    once_each,
-    smallest_budget,
-    solve_restricted,
-)
+from remat.policies.exact.milp import Solved, solve_restricted
 from remat.policies.exact.rows import INF, Rows, size_scale
-from remat.policies.exact.stages import build_staged, plan_stages, relax_stages
+from remat.policies.exact.staged_model import build_staged
+from remat.policies.exact.stages import plan_stages, relax_stages
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
 
 State = tuple[int, int, frozenset[int]]  # stage, first position left in it, live values
@@ -206,9 +201,7 @@ def test_bounds_never_exceed_the_optimum(data: st.DataObject) -> None:
         for chosen in cut.found:
             replayed = replay(problem, once_each(problem, chosen))
             assert replayed.extra_cost <= chosen.recompute_cost + 1e-9
-    for method in ("simplex", "ipm"):
-        assert lp_bound(problem, budget, method=method).bound <= optimum + 1e-9
-    rounded = round_lp(problem, budget, draws=2)
+    rounded = round_lp(problem, budget)
     check(problem, budget, rounded)
     assert rounded.extra_cost >= optimum
     assert rounded.bound <= optimum + 1e-9
@@ -231,38 +224,20 @@ def test_relaxations_stay_below_the_optimum(data: st.DataObject) -> None:
     assert outcome.bound * model.unit <= optimum + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
-@given(small_problems(most=6))
-def test_smallest_budget_is_the_smallest(problem: Problem) -> None:
-    found = smallest_budget(problem)
-    assert found.exact
-    assert replay(problem, found.sequence).peak_bytes == found.upper_bytes
-    assert staged_extra(problem, found.upper_bytes) < math.inf
-    if found.upper_bytes:
-        assert staged_extra(problem, found.upper_bytes - 1) == math.inf
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_start_is_a_feasible_point_of_both_programs(data: st.DataObject) -> None:
+def test_a_start_is_a_feasible_point_of_the_program(data: st.DataObject) -> None:
     """Assignments are complete and exact: fixing every column to them is feasible at the same cost."""
     problem = data.draw(small_problems())
     budget = data.draw(budgets(problem))
     sequence = cheapest_staged(problem, budget)
     if sequence is None:
         return
-    staged = build_staged(problem, budget)
-    published = _checkmate_model._build(problem, budget)
-    runs = _checkmate_model._by_stage(problem, sequence)
-    assert runs is not None
-    for rows, values, unit in (
-        (staged.rows, staged.assignment(sequence), staged.unit),
-        (published.rows, published.assignment(runs), published.unit),
-    ):
-        assert rows_broken(rows, values) == []
-        assert (
-            float(np.dot(rows.costs, values)) * unit <= replay(problem, sequence).extra_cost + 1e-9
-        )
+    model = build_staged(problem, budget)
+    values = model.assignment(sequence)
+    assert rows_broken(model.rows, values) == []
+    cost = float(np.dot(model.rows.costs, values)) * model.unit
+    assert cost <= replay(problem, sequence).extra_cost + 1e-9
 
 
 def rows_broken(rows: Rows, values: np.ndarray) -> list[int]:
@@ -317,8 +292,7 @@ def test_long_chains(length: int, budget: int) -> None:
 def test_three_values_are_the_least() -> None:
     assert solve_restricted(chain_a(6), 2).status == "infeasible"
     assert solve_checkmate(chain_a(6), 2).status == "infeasible"
-    found = smallest_budget(chain_a(6))
-    assert (found.lower_bytes, found.upper_bytes) == (3, 3)
+    assert solve_restricted(chain_a(6), 3).status == "optimal"
 
 
 def test_repetitions_before_the_turn_do_not_help_a_chain() -> None:
@@ -335,9 +309,8 @@ def test_freed_must_imply_computed_here() -> None:
     problem = chain_a(4)
     assert solve_checkmate(problem, 3).extra_cost == 6
     assert solve_restricted(problem, 3).extra_cost == 6
-    model = _checkmate_model._build(problem, 3)
-    runs = {column: key for key, column in model.run.items()}
-    frees = {column for column, _ in model.frees}
+    model = build_checkmate(problem, 3)
+    runs, frees = set(model.run.values()), set(model.free.values())
     broken = 0
     rows = model.rows
     for row in range(rows.num_rows):
@@ -488,8 +461,6 @@ def test_a_start_is_used_and_judged() -> None:
     assert best is not None
     solved = solve_restricted(problem, 5, start=best, seconds=0)
     assert (solved.status, solved.extra_cost) == ("feasible", 5)
-    published = solve_checkmate(chain_a(5), 4, start=solve_restricted(chain_a(5), 4).sequence)
-    assert published.status == "optimal"
     with pytest.raises(ValueError, match="never runs"):
         solve_restricted(problem, 5, start=[0])
     with pytest.raises(ValueError, match="seconds=-1"):
@@ -533,9 +504,8 @@ def test_cuts_and_relaxation_agree_on_training_graphs() -> None:
         exact = solve_restricted(problem, budget, seconds=30)
         assert exact.status == "optimal"
         assert 0 < cut.bound <= exact.extra_cost
-        relaxed = lp_bound(problem, budget)
-        assert relaxed.solved
-        assert relaxed.bound <= exact.extra_cost
+        model = build_staged(problem, budget)
+        assert 0 < run_lp(model.rows).bound * model.unit <= exact.extra_cost
 
 
 def test_windows_add_up() -> None:
@@ -572,10 +542,10 @@ def test_twenty_thousand_nodes() -> None:
 def test_stopped_relaxations_are_bounds() -> None:
     problem = training(12, 3, seed=2)
     budget = int(0.5 * peak_of_order(problem))
-    full = lp_bound(problem, budget)
+    rows = build_staged(problem, budget).rows
+    full = run_lp(rows)
     for seconds in (0.0, 0.02, 0.1):
-        stopped = lp_bound(problem, budget, seconds, method="simplex")
-        assert 0 <= stopped.bound <= full.bound * (1 + 1e-6)
+        assert run_lp(rows, seconds=seconds).bound <= full.bound * (1 + 1e-6)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -588,7 +558,6 @@ def test_any_duals_bound_the_relaxation(seed: int) -> None:
         terms = [(c, float(rng.integers(-3, 4))) for c in columns]
         rows.row(terms, *((0.0, INF), (-INF, 2.0), (-1.0, 1.0))[int(rng.integers(3))])
     outcome = run_lp(rows)
-    assert outcome.solved
     assert outcome.values is not None
     optimum = float(np.dot(rows.costs, outcome.values))
     assert outcome.bound == pytest.approx(optimum, abs=1e-6)

@@ -77,10 +77,10 @@ def build_any(problem: Problem, budget_bytes: int, ends: Sequence[int]) -> AnyMo
     for end in sorted({*(e for e in ends if begin <= e < count - 1), count - 1}):
         stages.append((begin, end))
         begin = end + 1
-    return _Builder(problem, budget_bytes, stages).build()
+    return _AnyOrderBuilder(problem, budget_bytes, stages).build()
 
 
-class _Builder:
+class _AnyOrderBuilder:
     def __init__(
         self, problem: Problem, budget_bytes: int, stages: Sequence[tuple[int, int]]
     ) -> None:

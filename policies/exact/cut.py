@@ -112,26 +112,26 @@ def cut_bound(
         if not 0 <= p < count:
             raise ValueError(f"positions={list(positions or ())}: {p} is not one of {count} nodes")
     chosen = sorted(set(_positions(problem, budget_bytes) if positions is None else positions))
-    search = _Search(problem, budget_bytes, deadline, stop)
+    windows = _Windows(problem, budget_bytes, deadline, stop)
     # best[p]: of windows that begin at p or later and reach to the end.
     best: dict[int, tuple[float, tuple[int, ...]]] = {}
     # Whole tails first, the most promising of them first: they are bounds by themselves if time runs out.
     live = replay(problem, problem.first_runs).live_bytes
     for p in sorted(chosen, key=lambda p: (-int(live[p]), p)):
-        best[p] = (search.window(p, count - 1), (p,))
+        best[p] = (windows.window(p, count - 1), (p,))
     if positions is not None or count <= _MANY_NODES:
         for index in range(len(chosen) - 2, -1, -1):
             p = chosen[index]
             for q in chosen[index + 1 :]:
-                if best[q][0] > 0 or search.infeasible:
-                    value = best[q][0] + search.window(p, q)
+                if best[q][0] > 0 or windows.infeasible:
+                    value = best[q][0] + windows.window(p, q)
                     if value > best[p][0]:
                         best[p] = (value, (p, *best[q][1]))
     bound, where = max(best.values(), default=(0.0, ()), key=lambda found: found[0])
-    smallest = max(search.smallest_bytes, problem.floor_bytes)
+    smallest = max(windows.smallest_bytes, problem.floor_bytes)
     if smallest > budget_bytes:
         bound = float("inf")
-    found = tuple(dict.fromkeys(search.found))
+    found = tuple(dict.fromkeys(windows.found))
     return CutBound(bound, where, smallest, found, time.perf_counter() - began)
 
 
@@ -149,7 +149,9 @@ def _positions(problem: Problem, budget_bytes: int) -> list[int]:
 
 
 @dataclass
-class _Search:
+class _Windows:
+    """The bounds of windows, and the closed pairs met on the way."""
+
     problem: Problem
     budget_bytes: int
     deadline: float | None

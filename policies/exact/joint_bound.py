@@ -22,6 +22,7 @@ import numpy as np
 from remat.policies.exact.any_order import AnyModel, build_any
 from remat.policies.exact.cut import cut_bound
 from remat.policies.exact.highs import run_mip
+from remat.policies.exact.stages import when_needed
 from remat.policies.solvers.problem import Problem, Replayed, replay
 from remat.policies.solvers.relaxed import relaxed
 
@@ -181,17 +182,8 @@ def _unrolled(problem: Problem, model: AnyModel, repeats: Sequence[tuple[int, in
     """A sequence with these repetitions, each where its stage first needs it, else at the stage's end."""
     order = list(range(problem.turn))
     for j, (first, last) in enumerate(model.stages):
-        waiting = {node for stage, node in repeats if stage == j}
-        for node in range(first, last + 1):
-            now = set(waiting) if node == last else set[int]()
-            stack = [node]
-            while stack:
-                for read in problem.inputs[stack.pop()]:
-                    if read in waiting and read not in now:
-                        now.add(read)
-                        stack.append(read)
-            waiting -= now
-            order += [*sorted(now), node]
+        chosen = [node for stage, node in repeats if stage == j]
+        order += when_needed(problem.inputs, first, last, chosen)
     return order
 
 

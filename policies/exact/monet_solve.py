@@ -1,8 +1,8 @@
-"""Solves MONeT's joint integer program (`_monet_model`) on HiGHS.
+"""Solves MONeT's joint integer program (`remat.policies.exact.monet_model`) on HiGHS.
 
-The `tight` program is not handed to the solver whole at once: `solve_monet` refines relaxations that impose
-the budget at few positions, like `remat.policies.exact.milp`: chains of 20 forward nodes under pressure are not
-proven in a minute as a whole, and take seconds so.
+The program is not handed to the solver whole at once, but refined (`remat.policies.exact.refine`): chains of 20
+forward nodes under pressure are not proven in a minute as a whole, and take seconds so. The selection of every
+relaxation is scheduled on its own, too.
 
 Complexity: that of the program, NP-hard; the time limit ends it with the best plan and the bound so far.
 """
@@ -10,34 +10,25 @@ Complexity: that of the program, NP-hard; the time limit ends it with the best p
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
-from remat.core.interrupt import Keyboard
-from remat.policies.exact.highs import MipOutcome, Stop, run_mip
-from remat.policies.exact.milp import SolveStatus, cut_bound, solve_restricted
-from remat.policies.exact.monet_model import (
-    LocalMemory,
-    MonetModel,
-    Plan,
-    build_monet,
-    monet_stages,
-)
-from remat.policies.exact.stages import Stage, relax_stages
+from remat.policies.exact.cut import cut_bound
+from remat.policies.exact.highs import Stop
+from remat.policies.exact.milp import solve_restricted
+from remat.policies.exact.monet_model import Selected, build_monet
+from remat.policies.exact.refine import Program, Progress, Refiner, SolveStatus
+from remat.policies.exact.stages import Stage, choice_stages
 from remat.policies.solvers.choice import ChoiceProblem, replay_choices
 from remat.policies.solvers.problem import Replayed
 
 __all__ = ["SolvedChoice", "solve_monet"]
 
-Progress = Callable[[float, float, float], None]
-
+# None of these changes an optimum, only how the time is spent; all were chosen by look.
 _START_SHARE = 0.1  # of the time left, at most, for a good schedule of one selection ...
 _START_SECONDS = 1.0  # ... and so many seconds
-_SHARE = 0.5  # of the time left that one relaxation may take
 _MERGED = 0.8  # a relaxation of more than this share of the whole program is not worth it
-_WHOLE_BELOW = 30  # values kept and repeated in all stages: so small a program is solved whole
+_WHOLE_BELOW = 30  # variables: so small a program is solved whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +70,9 @@ def solve_monet(
     start: tuple[Sequence[int], Sequence[int]] | None = None,
     seconds: float = math.inf,
     gap: float = 0.0,
-    local_memory: LocalMemory = "tight",
     in_place: bool = False,
     stop: Stop | None = None,
     progress: Progress | None = None,
-    threads: int = 1,
 ) -> SolvedChoice:
     """Returns the cheapest selection and sequence within the budget, with a proven bound.
 
@@ -96,18 +85,10 @@ def solve_monet(
         start: a selection and a sequence to begin with; they need not be within the budget, nor of the structure.
         seconds: limit on the time taken.
         gap: relative gap of the cost at which to stop.
-        local_memory: `tight` counts live bytes exactly; `paper` bounds those of recomputation as appendix B does,
-            and misses plans that need the difference.
         in_place: whether nodes write over their inputs where the problem allows it, in the program and the
             referee.
         stop: asked several times a second; True ends the search with the best so far. Ctrl-C does the same.
         progress: called with (best cost, bound, seconds) when one improves or the solver reports.
-        threads: of the solver.
-
-    With `tight`, relaxations that impose the budget at few positions come first, as in
-    `remat.policies.exact.milp.solve_restricted`: their optimum is a bound, their selection is scheduled on its
-    own, and where their plan exceeds the budget positions are added. The whole program comes last. With
-    `paper` it is solved as it is.
 
     A `start` outside of the structure may be cheaper than any plan of it; it is then returned with the bound of
     `ChoiceProblem.relaxed`, which holds for all plans.
@@ -115,21 +96,20 @@ def solve_monet(
     Raises:
         ValueError: `start` is not a plan of the problem, or an argument is out of range.
     """
-    if not seconds >= 0 or not gap >= 0 or local_memory not in get_args(LocalMemory):
+    if not seconds >= 0 or not gap >= 0:
         raise ValueError(
-            f"solve_monet(seconds={seconds!r}, gap={gap!r}, local_memory={local_memory!r}): expected "
-            f"numbers that are not negative and one of {', '.join(get_args(LocalMemory))}"
+            f"solve_monet(seconds={seconds!r}, gap={gap!r}): expected numbers that are not negative"
         )
-    search = _Search(
-        problem, budget_bytes, seconds, gap, local_memory, in_place, stop, progress, threads
-    )
+    refiner = _ChoiceRefiner(problem, budget_bytes, seconds, gap, in_place, stop, progress)
     if start is not None:
-        search.offer((tuple(map(int, start[0])), tuple(map(int, start[1]))), "the start")
-    return search.run()
+        refiner.offer((tuple(map(int, start[0])), tuple(map(int, start[1]))), "the start")
+    return refiner.run()
 
 
-class _Search:
-    """The state of `solve_monet`: the cheapest plan within the budget, the bound, the time."""
+class _ChoiceRefiner(Refiner[Selected]):
+    """The refinement behind `solve_monet`: selections and sequences by the cost of all runs."""
+
+    answer_name = "plan"
 
     def __init__(
         self,
@@ -137,78 +117,81 @@ class _Search:
         budget_bytes: int,
         seconds: float,
         gap: float,
-        local_memory: LocalMemory,
         in_place: bool,
         stop: Stop | None,
         progress: Progress | None,
-        threads: int,
     ) -> None:
-        self.problem, self.budget_bytes = problem, budget_bytes
-        self.began = time.perf_counter()
-        self.deadline = self.began + seconds
-        self.gap, self.in_place = gap, in_place
-        self.local_memory: LocalMemory = local_memory
-        self.keyboard = Keyboard()
-        self.stop, self.progress, self.threads = self.keyboard.stops(stop), progress, threads
-        self.plan: Plan | None = None
-        self.replayed: Replayed | None = None
+        super().__init__(budget_bytes, seconds, gap, stop, progress)
+        self.problem, self.in_place = problem, in_place
+        self.whole_below, self.most_merged = _WHOLE_BELOW, _MERGED
         self.relaxed = problem.relaxed(in_place=in_place)
-        self.general_bound = self.relaxed.total_cost  # of all plans
-        self.bound = self.general_bound  # of plans of the program
-        self.slack = 0.0  # the solver's absolute tolerance
-        self.infeasible = False
-        self.interrupted = False
-        self.origin, self.proof = "", "cheapest costs"
-        self.size = (0, 0)
+        self.bound = self.general_bound = self.relaxed.total_cost
+        self.methods["bound"] = "cheapest costs"
+        self.size = (0, 0)  # of the last program
         self.scheduled: set[tuple[int, ...]] = set()
 
-    @property
-    def left(self) -> float:
-        """Seconds left."""
-        return max(self.deadline - time.perf_counter(), 0.0)
-
-    @property
-    def cost(self) -> float:
-        return math.inf if self.replayed is None else self.replayed.cost
-
-    def offer(self, plan: Plan, origin: str) -> Replayed:
-        """Judges a plan and keeps it if it is within the budget and the cheapest so far."""
-        replayed = replay_choices(self.problem, *plan, in_place=self.in_place)
-        if replayed.peak_bytes <= self.budget_bytes and replayed.cost < self.cost:
-            self.plan, self.replayed, self.origin = plan, replayed, origin
-            self._report(self.bound)
-        return replayed
-
-    def _report(self, bound: float) -> None:
-        if self.progress is not None:
-            at = time.perf_counter() - self.began
-            self.progress(self.cost, min(bound, self.cost), at)
-
-    @property
-    def proven(self) -> bool:
-        """Whether the gap asked for is reached."""
-        cost = self.cost
-        return math.isfinite(cost) and cost - self.bound <= self.gap * cost + max(
-            1e-9 * cost, self.slack
-        )
-
-    @property
-    def done(self) -> bool:
-        if not self.interrupted and self.stop():
-            self.interrupted = True
-        return self.infeasible or self.interrupted or self.left <= 0 or self.proven
-
     def run(self) -> SolvedChoice:
+        """Refines from what was offered."""
         with self.keyboard.caught():
             for selection in _selections(self.problem):
                 self.offer((selection, self.problem.active(selection)), "no repetition")
-            if self.local_memory == "tight" and not self.done:
+            if not self.done:
                 for selection in _selections(self.problem):
                     self._schedule(selection)
-                self._refine()
-            self._whole()
+                self._cut()
+                self.refine()
+            self.solve_whole("MONeT's program")
         self.interrupted |= self.keyboard.pressed
         return self._result()
+
+    def _result(self) -> SolvedChoice:
+        status, bound, gap = self.verdict()
+        selection, sequence = (None, None) if self.best is None else self.best
+        return SolvedChoice(
+            status=status,
+            selection=selection,
+            sequence=sequence,
+            peak_bytes=0 if self.replayed is None else self.replayed.peak_bytes,
+            cost=self.cost,
+            bound=bound,
+            gap=gap,
+            interrupted=self.interrupted,
+            solve_seconds=self.elapsed,
+            columns=self.size[0],
+            rows=self.size[1],
+            method=self.method,
+        )
+
+    # -- what is refined ----------------------------------------------------------------------
+
+    def judge(self, answer: Selected) -> Replayed:
+        return replay_choices(self.problem, *answer, in_place=self.in_place)
+
+    def cost_of(self, replayed: Replayed) -> float:
+        return replayed.cost
+
+    def running(self, answer: Selected) -> tuple[Sequence[int], Sequence[int]]:
+        return answer[1], self.problem.active(answer[0])
+
+    def stages(self, budget_bytes: int) -> list[Stage]:
+        return choice_stages(self.problem, budget_bytes, in_place=self.in_place)
+
+    def attempt(
+        self, stages: list[Stage], budget_bytes: int, seconds: float, origin: str, proves: bool
+    ) -> tuple[Selected, float] | None:
+        model = build_monet(self.problem, budget_bytes, in_place=self.in_place, stages=stages)
+        self.size = (model.rows.num_columns, model.rows.num_rows)
+        self.slack = 0.0 if model.whole else 2e-6 * model.unit
+        start = None if self.best is None else model.assignment(*self.best)
+        found = self.solve(model, seconds, origin, start=start, proves=proves)
+        return None if found is None else (model.selected(found.values), found.cost)
+
+    def lower_bound(self, program: Program, objective: float) -> float:
+        tolerance = max(1e-6, 1e-9 * abs(objective))
+        return (math.ceil(objective - tolerance) if program.whole else objective) * program.unit
+
+    def improve(self, answer: Selected, replayed: Replayed, solved: bool) -> None:
+        self._schedule(answer[0])
 
     def _schedule(self, selection: tuple[int, ...]) -> None:
         """Offers a good schedule of one selection."""
@@ -216,190 +199,29 @@ class _Search:
             return
         self.scheduled.add(selection)
         selected, nodes = self.problem.select(selection)
-        seconds = self.left * _START_SHARE
         solved = solve_restricted(
-            selected, self.budget_bytes, seconds=min(seconds, _START_SECONDS), stop=self.stop
+            selected,
+            self.budget_bytes,
+            seconds=min(self.left * _START_SHARE, _START_SECONDS),
+            stop=self.stop,
         )
         self.interrupted |= solved.interrupted
         if solved.sequence is not None:
             sequence = tuple(nodes[index] for index in solved.sequence)
             self.offer((selection, sequence), "schedule of one selection")
 
-    def _refine(self) -> None:
-        """Solves relaxations, each with the budget imposed where the plan of the one before exceeded it."""
+    def _cut(self) -> None:
+        """The bound of the cheapest costs, and of a cut of what every selection reads."""
         if self.done:
             return
-        base = monet_stages(self.problem, self.budget_bytes, in_place=self.in_place)
-        whole = _extent(base)
-        checked, exact = set[int](), set[int]()
         seconds = min(self.left * _START_SHARE, _START_SECONDS)
         cut = cut_bound(self.relaxed, self.budget_bytes, seconds=seconds, stop=self.stop)
         if math.isinf(cut.bound):
-            self.infeasible, self.proof = True, "cut of the relaxation"
+            self.refute("cut of the relaxation")
             return
-        self._raise(self.general_bound + cut.bound, "cut of the relaxation")
+        self.raise_bound(self.general_bound + cut.bound, "cut of the relaxation")
         self.general_bound += cut.bound
-        checked |= {self.problem.certain[position] for position in cut.positions}
-        rounds = 0
-        while not self.done and whole > _WHOLE_BELOW:
-            rounds += 1
-            stages = relax_stages(base, checked, exact)
-            if _extent(stages) > _MERGED * whole:
-                return
-            origin = f"relaxation {rounds}, {len(checked)} positions, {len(exact)} stages"
-            model, outcome = self._solve(stages, self.left * _SHARE, origin)
-            if outcome is None or outcome.values is None:
-                return
-            plan = model.plan(outcome.values)
-            replayed = self.offer(plan, origin)
-            if not self.done:
-                self._schedule(plan[0])
-            complete = outcome.objective * model.unit <= self.bound * (1 + 1e-9) + self.slack
-            if self.done or not (complete or self.gap > 0):
-                return
-            if not self._grow(base, plan, replayed, checked, exact):
-                return
-
-    def _grow(
-        self,
-        base: Sequence[Stage],
-        plan: Plan,
-        replayed: Replayed,
-        checked: set[int],
-        exact: set[int],
-    ) -> bool:
-        """Adds the places where a plan exceeds the budget, worst first; returns whether there was a new one."""
-        can_grow = {stage.first for stage in base if stage.bounded}
-        active = self.problem.active(plan[0])
-        found: list[
-            tuple[int, int, bool]
-        ] = []  # excess, stage, at its first run: worst of a run of places
-        first = 0
-        previous = False
-        for node, live in zip(plan[1], replayed.live_bytes.tolist(), strict=True):
-            stage = active[first] if first < len(active) else len(self.problem)
-            is_first = node == stage
-            over = live > self.budget_bytes and stage in can_grow
-            if over:
-                here = (live - self.budget_bytes, stage, is_first)
-                if not previous:
-                    found.append(here)
-                elif here[0] > found[-1][0]:
-                    found[-1] = here
-            previous = over
-            first += is_first
-        added = 0
-        for _, stage, is_first in sorted(found, key=lambda place: (-place[0], place[1])):
-            if stage in exact:
-                continue
-            (checked if is_first and stage not in checked else exact).add(stage)
-            added += 1
-            if added >= max(3, len(checked) // 3):
-                break
-        return added > 0
-
-    def _whole(self) -> None:
-        """The whole program; its plans are within the budget but for rounding."""
-        limit = self.budget_bytes
-        for attempt in range(4):
-            if self.done:
-                return
-            note = f"MONeT's program, {self.local_memory} local memory"
-            stages = monet_stages(self.problem, limit, in_place=self.in_place)
-            model, outcome = self._solve(stages, self.left, note, limit, proves=attempt == 0)
-            if outcome is None or outcome.values is None:
-                return
-            replayed = self.offer(model.plan(outcome.values), note)
-            if replayed.peak_bytes <= self.budget_bytes:
-                return
-            # The solver's tolerance let a few bytes too many through: ask for that much less.
-            limit = min(limit, self.budget_bytes) - 2 * (replayed.peak_bytes - self.budget_bytes)
-
-    def _solve(
-        self,
-        stages: list[Stage],
-        seconds: float,
-        origin: str,
-        limit: int | None = None,
-        proves: bool = True,
-    ) -> tuple[MonetModel, MipOutcome | None]:
-        """Solves one program and notes its bound; None if it was found impossible while building."""
-        model = build_monet(
-            self.problem,
-            self.budget_bytes if limit is None else limit,
-            local_memory=self.local_memory,
-            in_place=self.in_place,
-            stages=stages,
-        )
-        self.size = (model.rows.num_columns, model.rows.num_rows)
-        self.slack = 0.0 if model.whole else 2e-6 * model.unit
-        if model.impossible is not None:
-            if proves:
-                self.infeasible, self.proof = True, origin
-            return model, None
-
-        def report(_objective: float, bound: float, _seconds: float) -> None:
-            self._report(max(self.bound, bound * model.unit))
-
-        outcome = run_mip(
-            model.rows,
-            seconds=min(seconds, 1e9),
-            gap=self.gap,
-            absolute_gap=1 - 1e-6 if model.whole else 1e-6,
-            start=None if self.plan is None else model.assignment(*self.plan),
-            stop=self.stop,
-            progress=report,
-            threads=self.threads,
-        )
-        self.interrupted |= outcome.interrupted
-        if not proves:
-            return model, outcome
-        if outcome.infeasible:
-            self.infeasible, self.proof = True, origin
-        elif math.isfinite(outcome.bound):
-            tolerance = max(1e-6, 1e-9 * abs(outcome.bound))
-            bound = math.ceil(outcome.bound - tolerance) if model.whole else outcome.bound
-            self._raise(bound * model.unit, origin)
-        return model, outcome
-
-    def _raise(self, bound: float, origin: str) -> None:
-        if bound > self.bound:
-            self.bound, self.proof = bound, origin
-            self._report(bound)
-
-    def _result(self) -> SolvedChoice:
-        seconds = time.perf_counter() - self.began
-        if self.plan is None or self.replayed is None:
-            status: SolveStatus = "infeasible" if self.infeasible else "unknown"
-            bound = math.inf if self.infeasible else self.bound
-            return SolvedChoice(
-                status, None, None, 0, math.inf, bound, math.inf, self.interrupted, seconds,
-                *self.size, f"bound: {self.proof}",
-            )  # fmt: skip
-        cost = self.cost
-        # A start outside of the structure can beat it; then only the bound on all plans says something.
-        outside = self.infeasible or cost < self.bound - max(1e-9 * cost, self.slack)
-        bound = self.general_bound if outside else self.bound
-        bound = cost if abs(cost - bound) <= max(1e-9 * cost, self.slack) else min(bound, cost)
-        open_gap = (cost - bound) / cost if cost > bound else 0.0
-        return SolvedChoice(
-            status="optimal" if open_gap <= self.gap else "feasible",
-            selection=self.plan[0],
-            sequence=self.plan[1],
-            peak_bytes=self.replayed.peak_bytes,
-            cost=cost,
-            bound=bound,
-            gap=open_gap,
-            interrupted=self.interrupted,
-            solve_seconds=seconds,
-            columns=self.size[0],
-            rows=self.size[1],
-            method=f"plan: {self.origin}; bound: {self.proof}",
-        )
-
-
-def _extent(stages: Sequence[Stage]) -> int:
-    return sum(len(stage.kept) + len(stage.repeats) for stage in stages)
+        self.checked = {self.problem.certain[position] for position in cut.positions}
 
 
 def _selections(problem: ChoiceProblem) -> list[tuple[int, ...]]:
