@@ -4,7 +4,7 @@
 #   VENV=.venv          where the environment lies
 #   GPU=no              on a machine with an NVIDIA GPU: neither install CUDA nor use the GPU
 #   STEPS=200           training steps of the demo
-#   ARGS=...            further arguments of the demo or of pytest
+#   ARGS=...            further arguments of the demo or of pytest (a later -m replaces an earlier one)
 #   JAX=0.10.0          a certain jax version, "newest" (the default) or "nightly"
 
 # Tried in this order. Pythons newer than those of the classifiers in pyproject.toml come last, as plain
@@ -42,11 +42,12 @@ ifneq ($(GPU),yes)
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: help demo test setup lint format wheel clean
+.PHONY: help demo test test-all setup lint format wheel clean
 
 help:
 	@echo "make demo     trains a small GPT with and without rematerialization"
-	@echo "make test     runs the tests"
+	@echo "make test     runs the tests that are not slow: minutes"
+	@echo "make test-all runs all tests, as CI does"
 	@echo "make setup    only makes the virtual environment in $(VENV)"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   reformats"
@@ -56,8 +57,14 @@ help:
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --steps $(STEPS) $(ARGS)
 
+# Neighbours stay on one worker, which has compiled already what they share.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) $(ARGS)
 
 setup: $(STAMP)
 
