@@ -1,12 +1,13 @@
-"""What all tests have in common: hypothesis profiles, the GPU compiler that may be missing, Ctrl-C, baselines.
+"""What all tests have in common: hypothesis profiles, marks, Ctrl-C.
 
-`REMAT_HYPOTHESIS` chooses the profile of the properties: `quick` (without it) tries the same few examples every time,
-`nightly` draws other ones each time, ten times as many, and prints how a failure is reproduced.
+`REMAT_HYPOTHESIS` chooses the profile of the properties: `quick` (without it) tries the same few examples every
+time, `nightly` draws other ones each time, ten times as many, and prints how a failure is reproduced.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
@@ -20,14 +21,25 @@ settings.register_profile("nightly", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("REMAT_HYPOTHESIS", "quick"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu_compile` where XLA's GPU compiler is not installed."""
-    if find_plugin() is not None:
-        return
-    reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
-    for item in items:
-        if item.get_closest_marker("gpu_compile") is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Skips tests marked `gpu_compile` where XLA's GPU compiler is not installed; marks what `sample` leaves out."""
+    if find_plugin() is None:
+        reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
+        for item in items:
+            if item.get_closest_marker("gpu_compile") is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+    sampled: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in sorted(items, key=lambda item: item.nodeid):  # plugins may have shuffled them
+        if item.get_closest_marker("sample") is not None:
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for instances in sampled.values():
+        mark = instances[0].get_closest_marker("sample")
+        quick = min(mark.args[0], len(instances)) if mark else 0
+        kept = {index * len(instances) // quick for index in range(quick)}
+        for index, item in enumerate(instances):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
