@@ -116,6 +116,7 @@ def assert_within(graph: Graph, policy: Policy, budget: int) -> bool:
     return True
 
 
+@pytest.mark.sample(3)
 @planners
 @given(seed=seeds, share=st.floats(0.2, 1.05))
 @laws(8)
@@ -131,6 +132,7 @@ def test_budgets_on_graphs_of_every_kind(planner: str, graph: Graph, share: floa
     assert_within(graph, PLANNERS[planner], max(1, int(share * peak_bytes(graph))))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("planner", ["ilp", "checkmate", "sublinear", "revolve"])
 def test_most_budgets_above_the_smallest_are_met_by_recomputing(planner: str) -> None:
     """Without this the laws above could hold because nothing is ever found."""
@@ -145,6 +147,7 @@ def test_most_budgets_above_the_smallest_are_met_by_recomputing(planner: str) ->
     assert met >= 4 and recomputed >= 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("planner", ["ilp-starts", "sublinear", "revolve", "checkmate", "full"])
 def test_what_the_error_names_is_a_budget_that_is_met(planner: str) -> None:
     for seed in range(5):
@@ -399,6 +402,7 @@ def test_a_policy_that_always_exceeds_is_an_error_with_the_smallest_it_made() ->
 # --- more memory never costs more --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(seed=seeds)
 @laws(6)
 def test_the_optimum_never_rises_with_the_budget(seed: int) -> None:

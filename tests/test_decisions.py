@@ -220,6 +220,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("program", "policy"), PAIRS)
 def test_gradients_are_those_of_plain_jax(program: Callable[..., Any], policy: str) -> None:
     expected = jax.jit(jax.grad(program, has_aux=True))(X)
@@ -354,6 +355,7 @@ def _own_max_backward(h: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
 _own_max.defvjp(lambda h: (h.max(0), h), _own_max_backward)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lowering", ["staged", "policy"])
 @pytest.mark.parametrize(
     "function",
@@ -529,6 +531,7 @@ def test_a_decision_is_not_reported_as_something_unknown() -> None:
     assert kept["eq"].form == "bits" and "made once" in kept["eq"].why
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lowering", ["staged", "policy"])
 @pytest.mark.parametrize(
     "function",

@@ -85,6 +85,7 @@ def test_the_cheapest_plan_is_enough_where_it_fits(plain: CompileReport) -> None
     assert found.budget_bytes is None and found.plans[0].recompute_flops == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 def test_with_memory_for_it_the_plain_step_itself_is_tried() -> None:
     loss, args = cases.gpt_blocks_unrolled_small()
@@ -151,12 +152,14 @@ def test_as_data_and_text(tight: Fitted) -> None:
     assert sum("chosen" in line for line in lines) == 1 and "too large" in lines[2]
 
 
+@pytest.mark.slow
 def test_equal_steps_are_fitted_equally(tight: Fitted) -> None:
     again = fit(gradient(LOSS), *ARGS, memory=tight.memory_bytes, device="cpu", remat_policy=Cuts())
     assert [t.total_bytes for t in again.history] == [t.total_bytes for t in tight.history]
     assert again.plans == tight.plans
 
 
+@pytest.mark.slow
 def test_a_jitted_step_is_traced_anew(tight: Fitted) -> None:
     """jax remembers traces of jitted functions; an attempt must not see those of another."""
     step = jax.jit(lambda *args: jax.jit(STEP)(*args))
@@ -166,6 +169,7 @@ def test_a_jitted_step_is_traced_anew(tight: Fitted) -> None:
     assert [t.total_bytes for t in found.history] == [t.total_bytes for t in tight.history]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_fit_stays_behind(tight: Fitted) -> None:
     loss = remat.checkpoint(LOSS, remat_policy="min_cut")
     before = compiled_plainly(jax.grad(loss), *ARGS)
@@ -229,6 +233,7 @@ def scanned(params: Any, x: Any) -> Any:
     return jnp.mean(jnp.square(out))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", [per_layer(remat.checkpoint), scanned], ids=["unrolled", "scan"])
 def test_several_wrappers_share_a_price(loss: Callable[..., Any]) -> None:
     free = fit(jax.grad(loss), *ARGS, memory="1GiB", device="cpu", remat_policy=Cuts())
@@ -662,6 +667,7 @@ def make(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return gradient(loss), args
 
 
+@pytest.mark.slow
 def test_max_batch(plain: CompileReport) -> None:
     memory = budget(1.0, plain)
     found = remat.max_batch(
@@ -715,6 +721,7 @@ def test_a_fitted_step_is_the_fastest_that_fits() -> None:
 # --- the benchmark -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark_confirms_what_it_prints() -> None:
     from benchmarks.fit import problems, run_model
 

@@ -24,6 +24,7 @@ _PER_TEST = 6
 VARIANT = Variant('"full"', None, "staged", True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, _PER_TEST))
 def test_random_programs(first: int) -> None:
     """Values, results and gradients are those of plain JAX. The message is the script of what fails."""
@@ -67,6 +68,7 @@ def _remade(f: Callable[..., Any], change: Callable[[jax.Array], jax.Array]) -> 
 _CLIPPED = _program(("v1", "x / jnp.sqrt(1 + jnp.mean(x * x))"), ("v2", "jnp.clip(v1, -0.7, 0.9)"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_a_lost_element_is_noticed(dtype: str) -> None:
     def lose_one(gradient: jax.Array) -> jax.Array:

@@ -226,6 +226,7 @@ def plans_within(name: str, shares: tuple[float, ...]) -> list[tuple[float, Plan
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_several_budgets_are_met(name: str) -> None:
     found = plans_within(name, (1.0, 0.7, 0.5, 0.35))
@@ -241,6 +242,7 @@ def test_several_budgets_are_met(name: str) -> None:
     assert peaks[-1] < peaks[0] or (name == "nested" and peaks[-1] == peaks[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["layers", "nested", "two"])
 def test_gradients_of_a_function_with_loops_within_a_budget(name: str) -> None:
     function, args = FUNCTIONS[name]
@@ -312,6 +314,7 @@ def test_a_session_asks_at_most_a_handful_of_times(
     assert all(1 <= session.asked <= 7 for session in made)
 
 
+@pytest.mark.slow
 def test_time_falls_as_the_budget_grows() -> None:
     """A peak at the loss head and two loops: what each may keep is a matter of where the peak is."""
     function, args = cases.lstm()
@@ -324,6 +327,7 @@ def test_time_falls_as_the_budget_grows() -> None:
     assert len(set(found)) >= 5
 
 
+@pytest.mark.slow
 def test_before_loops_run_in_chunks_nothing_is_kept_outside_of_them() -> None:
     """What is made again outside of loops is made once, what a chunk makes again as often as it has iterations."""
     function, args = cases.lstm()
@@ -365,6 +369,7 @@ def test_a_plan_with_loops_can_be_used_and_saved(name: str) -> None:
     assert applied == made
 
 
+@pytest.mark.slow
 def test_gradients_of_a_saved_plan_with_loops_are_those_of_plain_jax() -> None:
     args = cases.materialize(ARGS, 0)
     made = remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=0.4)

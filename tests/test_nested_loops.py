@@ -177,6 +177,7 @@ def equal(got: Any, want: Any) -> None:
 # --- exactness ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "chunks"), CASES, ids=str)
 def test_results_and_gradients_are_those_of_jax_bit_by_bit(
     name: str, chunks: tuple[int, ...]
@@ -193,6 +194,7 @@ def test_results_and_gradients_are_those_of_jax_bit_by_bit(
     assert inside[0].chunk == (chunks[1] if len(chunks) > 1 else 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["forward", "keys in the xs"])
 def test_chunks_under_other_transforms(name: str) -> None:
     function, args = EXAMPLES[name]

@@ -599,6 +599,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sample(2)
 @variants
 def test_gradients_are_bit_equal_operator_by_operator(variant: str) -> None:
     with jax.disable_jit():
@@ -608,6 +609,7 @@ def test_gradients_are_bit_equal_operator_by_operator(variant: str) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes() and a.dtype == b.dtype
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", ["sublinear-recursive", "revolve-0.8", "ilp-0.65"])
 def test_gradients_agree_compiled(variant: str) -> None:
     want = jax.jit(jax.value_and_grad(network, (0, 1)))(*arrays())
@@ -616,6 +618,7 @@ def test_gradients_agree_compiled(variant: str) -> None:
     assert_close(jax.value_and_grad(function, (0, 1))(*arrays()), want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", ["sublinear-cheap", "ilp-0.65"])
 def test_a_policy_with_a_budget_applies_what_it_plans(variant: str) -> None:
     policy, budget = VARIANTS[variant]

@@ -371,6 +371,7 @@ def test_gradients_of_a_program_with_every_term_equal_those_of_plain_jax(row: Po
     assert_same_gradients(EVERY_TERM, row)
 
 
+@pytest.mark.sample(5)
 @rows()
 def test_a_plan_read_from_json_gives_the_same_gradients(row: PolicyRow) -> None:
     function = function_of((("dropout", 0, 1), ("relu", 0, 0), ("scan", 0, 1), ("matmul", 0, 0)))
@@ -387,6 +388,7 @@ def _with_names(row: PolicyRow) -> Policy:
     return Names() if row.registered == "names" else row.factory()
 
 
+@pytest.mark.sample(4)
 @rows()
 def test_a_drawn_mask_large_enough_for_bits_is_drawn_again_alike(row: PolicyRow) -> None:
     key = jax.random.key(3)
