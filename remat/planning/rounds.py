@@ -15,12 +15,10 @@ from remat.planning.loops import (
     choose_options,
     needed_bytes,
 )
+from remat.planning.numbers import HOPE, ROUNDS
 from remat.plans.plan import Plan
 
 __all__ = ["Rounds", "Setting", "Tried"]
-
-_ROUNDS = 6
-_HOPE = 1.05
 
 
 @dataclass(frozen=True)
@@ -128,9 +126,9 @@ class Rounds:
         yield from self._try(Setting(), limit)
         excluded: set[tuple[int, ...]] = set()
         fitted = self.best is not None
-        for _ in range(_ROUNDS - 1):
+        for _ in range(ROUNDS - 1):
             # With a setting in hand the estimate may be a little off: what does not fit is excluded.
-            hoped = int(_HOPE * limit) if fitted else limit
+            hoped = int(HOPE * limit) if fitted else limit
             choice = choose_options(
                 self.menus,
                 hoped - self.beside_needed,
@@ -166,7 +164,7 @@ class Rounds:
         if made is None:
             return
         within = limit - (made.peak_bytes - _outside_peak(made))
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             if within <= 0:
                 return
             plan = yield from self._try(replace(setting, within=within), limit)

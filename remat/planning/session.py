@@ -22,6 +22,7 @@ from remat.planning.loops import (
     loop_options,
 )
 from remat.planning.make import make_plan
+from remat.planning.numbers import ALIKE_COST, MARGIN
 from remat.planning.protocol import SteadyPlanner
 from remat.planning.resort import (
     Limit,
@@ -41,8 +42,6 @@ from remat.policies.base import BudgetPolicy, describe_options
 
 __all__ = ["BudgetSession"]
 
-# Costs that differ by less than this share are those of equally good plans.
-_ALIKE = 0.001
 _INTERRUPTED = "interrupted: the best plan so far"
 
 
@@ -139,7 +138,7 @@ class BudgetSession(SteadyPlanner):
             for chosen, plan in planned.items()
         }
         least = min(costs.values())
-        alike = [chosen for chosen, cost in costs.items() if cost <= (1 + _ALIKE) * least]
+        alike = [chosen for chosen, cost in costs.items() if cost <= (1 + ALIKE_COST) * least]
         if len(alike) == 1:
             return alike[0]
         return min(

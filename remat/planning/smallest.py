@@ -11,7 +11,11 @@ from remat.plans.report import human_bytes
 
 __all__ = ["smallest_plan"]
 
+# A name of a smallest peak is met at the second try as a rule; each of these raises an eighth of the budget or
+# more.
 _RAISES = 8
+# With loops: plannings to spend on coming closer, and the share above what is not feasible that is close enough. By
+# look: a planning takes seconds to minutes, and after 5 a thirty-second of the range is left.
 _HALVINGS = 5
 _CLOSE = 1.05
 

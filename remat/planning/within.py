@@ -16,6 +16,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.core.interrupt import ended, interrupted, raise_interrupt, say
 from remat.planning.make import make_plan, plan_from_saved
+from remat.planning.numbers import ATTEMPTS, MARGIN, SLACK, STEP
 from remat.planning.resort import (
     held,
     resorts,
@@ -27,15 +28,8 @@ from remat.plans.plan import Plan
 from remat.policies import Policy
 from remat.policies.base import BudgetPolicy, describe_options
 
-__all__ = ["MARGIN", "Within", "plan_within", "program_cost"]
+__all__ = ["Within", "plan_within", "program_cost"]
 
-_ATTEMPTS = 5
-MARGIN = 0.03
-"""The prediction's usual error: plans leave so much of a budget, if there is one that does."""
-# A plan whose prediction uses less than this share of the budget is asked for again with more.
-_SLACK = 0.02
-# A request that the policy cannot meet is raised by this factor: buffers may count for more than they take.
-_STEP = 1.1
 _NO_LIMIT = 1 << 62  # bytes
 
 
@@ -182,20 +176,20 @@ class _Offers:
 
     def _run(self, aim_bytes: int, limit: TimeLimit) -> None:
         target, low, high = aim_bytes, 0, math.inf
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             if out_of_time() or (self.best is not None and interrupted()):
                 return
             try:
                 plan = self.ask(target, aim_bytes, limit)
             except BudgetError as error:
                 low = max(low, target + 1)
-                target = max(round(target * _STEP), error.smallest_peak_bytes or 0)
+                target = max(round(target * STEP), error.smallest_peak_bytes or 0)
             else:
                 over = plan.peak_bytes - aim_bytes
                 if over > 0:
                     high = min(high, target)
                     target = min(target - over, int(target * aim_bytes / plan.peak_bytes))
-                elif -over > _SLACK * aim_bytes and plan.recompute_flops > 0:
+                elif -over > SLACK * aim_bytes and plan.recompute_flops > 0:
                     low = max(low, target)
                     target -= over
                 else:
