@@ -23,7 +23,7 @@ settings.load_profile(os.environ.get("REMAT_HYPOTHESIS", "quick"))
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu_compile` where XLA's GPU compiler is not installed; marks what `sample` leaves out."""
+    """Skips tests marked `gpu_compile` where XLA's GPU compiler is missing; marks what `sample` leaves out."""
     if find_plugin() is None:
         reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
         for item in items:
