@@ -1,4 +1,4 @@
-"""The reference networks compute what their papers say; nothing here tests `remat` itself."""
+"""The reference networks: their size, and that they can be trained; nothing here tests `remat` itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from models import cases, gpt, lstm, mlp, resnet, text
@@ -68,11 +67,6 @@ def test_every_case_is_a_scalar_float_loss_of_its_shapes(name: str) -> None:
     assert jax.tree.map(lambda leaf: leaf.shape, grads) == jax.tree.map(
         lambda leaf: leaf.shape, shapes[0]
     )
-
-
-def test_cases_are_importable_by_name() -> None:
-    assert set(cases.SMALL_CASES) <= set(cases.CASES)
-    assert all(getattr(cases, name) is factory for name, factory in cases.CASES.items())
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "lstm", "mlp", "blocks bf16"])
@@ -158,15 +152,6 @@ def test_scanned_and_unrolled_gpt_agree() -> None:
     assert_trees_close(scanned, (value, gpt.stack_blocks(grads, GPT_MICRO.layers)))
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_dropout_is_a_function_of_the_key(scan_layers: bool) -> None:
-    config = dataclasses.replace(GPT_MICRO, scan_layers=scan_layers)
-    loss = functools.partial(jit(gpt.loss_fn(config)), *micro_gpt_arguments(config))
-    assert loss(jax.random.key(1)) == loss(jax.random.key(1))
-    assert loss(jax.random.key(1)) != loss(jax.random.key(2))
-    assert loss(jax.random.key(1)) != loss(None)
-
-
 def test_scanned_layers_draw_different_dropout_masks() -> None:
     config = dataclasses.replace(GPT_MICRO, scan_layers=True, dropout=0.5)
     params, tokens, _ = micro_gpt_arguments(config)
@@ -189,25 +174,6 @@ def test_attention_is_causal() -> None:
     difference = jnp.abs(logits(tokens) - logits(changed))
     assert jnp.max(difference[:, :9]) == 0.0
     assert jnp.min(jnp.max(difference[:, 9:], axis=-1)) > 0.0
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_causal_softmax_rows_sum_to_one(dtype: Any) -> None:
-    query, key = jax.random.normal(jax.random.key(0), (2, 2, 8, 2, 4), dtype)
-    probabilities = gpt.causal_softmax(query, key, dtype)
-    assert probabilities.dtype == dtype
-    np.testing.assert_allclose(probabilities.astype(jnp.float32).sum(-1), 1.0, atol=2e-2)
-    assert jnp.all(jnp.triu(probabilities, 1) == 0)
-
-
-def test_gpt_config_rejects_indivisible_heads() -> None:
-    with pytest.raises(ValueError, match="`heads` must divide `width`"):
-        dataclasses.replace(GPT_MICRO, heads=3)
-
-
-def test_cross_entropy_of_uniform_logits_is_the_log_of_the_vocabulary() -> None:
-    loss = gpt.cross_entropy(jnp.zeros((2, 3, 128), jnp.bfloat16), jnp.zeros((2, 3), jnp.int32))
-    np.testing.assert_allclose(loss, np.log(128), rtol=1e-6)
 
 
 # --- bare stacks of blocks
@@ -233,19 +199,6 @@ def test_real_block_arguments_have_the_example_shapes(stacked: bool) -> None:
     arguments: Any = jit(init)()
     assert jax.eval_shape(lambda: arguments) == shapes
     assert {leaf.dtype for leaf in jax.tree.leaves(arguments[:2])} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.parametrize("blocks", [gpt.blocks_scanned, gpt.blocks_unrolled])
-def test_wrapped_blocks_keep_value_and_gradient(blocks: Any) -> None:
-    wrap = functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False
-    )
-    plain, shapes = blocks(**BLOCKS)
-    wrapped, _ = blocks(**BLOCKS, wrap=wrap)
-    arguments = cases.materialize(shapes)
-    assert "remat" in str(jax.make_jaxpr(wrapped)(*arguments))
-    expected = value_and_grad(plain, *arguments)
-    assert_trees_close(value_and_grad(wrapped, *arguments), expected)
 
 
 # --- hand-made checkpointing through `wrap_block`
@@ -301,35 +254,6 @@ def test_remat_policy_keeps_the_parameters_and_reaches_the_trace(make: Any, conf
 # --- ResNet, MLP
 
 
-def test_resnet_training_updates_the_running_statistics() -> None:
-    loss, shapes = resnet.resnet_loss(RESNET_MICRO, batch=2, size=16)
-    params, stats, images, labels = cases.materialize(shapes)
-    _, updated = jit(loss)(params, stats, images, labels)
-    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, stats)
-    changed = jax.tree.map(lambda old, new: bool(jnp.any(old != new)), stats, updated)
-    assert jax.tree.all(changed)
-
-
-@pytest.mark.parametrize(
-    ("config", "channels"), [(resnet.RESNET18_SMALL, 64), (resnet.RESNET50_SMALL, 256)]
-)
-def test_resnet_strides_by_thirty_two(config: resnet.ResNetConfig, channels: int) -> None:
-    params, stats = jax.eval_shape(lambda: resnet.init_variables(config, 64))
-    _, state = jax.eval_shape(
-        lambda params, stats, images: resnet.ResNet(config).apply(
-            {"params": params, "batch_stats": stats},
-            images,
-            mutable=["batch_stats", "intermediates"],
-            capture_intermediates=True,
-        ),
-        params,
-        stats,
-        jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32),
-    )
-    last = f"stage_3_block_{config.stages[3] - 1}"
-    assert state["intermediates"][last]["__call__"][0].shape == (1, 2, 2, channels)
-
-
 @pytest.mark.parametrize("layers", [1, 100])
 def test_residual_mlp_of_any_depth_has_three_products_and_one_name_per_boundary(
     layers: int,
@@ -354,22 +278,7 @@ def test_deep_cases_have_their_depth() -> None:
     assert tokens.shape == (4, 1024)
 
 
-def test_residual_mlp_names_its_fifteen_boundaries() -> None:
-    loss, shapes = mlp.residual_mlp()
-    equations = jax.make_jaxpr(loss)(*shapes).jaxpr.eqns
-    names = [eqn.params["name"] for eqn in equations if eqn.primitive.name == "name"]
-    assert names == list(mlp.boundary_names()) == [f"layer_{index}" for index in range(15)]
-
-
-# --- text and learning
-
-
-def test_text_is_english_and_split_without_overlap() -> None:
-    train, validation = text.corpus("train"), text.corpus("validation")
-    assert train.dtype == np.uint8 and train.max() < text.VOCAB_SIZE
-    assert len(train) > 300_000
-    assert b" the " in train.tobytes()
-    np.testing.assert_array_equal(np.concatenate([train, validation]), text.corpus())
+# --- text
 
 
 def test_text_batches_are_deterministic_shifted_windows() -> None:
@@ -385,23 +294,3 @@ def test_text_batches_are_deterministic_shifted_windows() -> None:
     assert not np.array_equal(different, first[0][0])
     held_out = next(text.batches(7, batch=3, length=11, steps=1, split="validation"))[0]
     assert not np.array_equal(held_out, first[0][0])
-
-
-def test_gpt_tiny_learns_english() -> None:
-    optimizer = optax.adam(3e-3)
-    loss = gpt.loss_fn(gpt.GPT_TINY)
-
-    @jit
-    def step(params: Any, state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, *batch, key)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params = jit(lambda: gpt.init_params(gpt.GPT_TINY))()
-    state = optimizer.init(params)
-    losses = []
-    for index, batch in enumerate(text.batches(0, 8, 64, steps=20)):
-        params, state, value = step(params, state, batch, jax.random.key(index))
-        losses.append(float(value))
-    assert abs(losses[0] - np.log(128)) < 0.3
-    assert losses[-1] < losses[0] - 1.0
