@@ -58,6 +58,7 @@ def _slow_if_deep(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.slow if name in DEEP_CASES else ())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [_slow_if_deep(name) for name in cases.CASES])
 def test_every_case_is_a_scalar_float_loss_of_its_shapes(name: str) -> None:
     loss, shapes = cases.CASES[name]()
@@ -69,6 +70,7 @@ def test_every_case_is_a_scalar_float_loss_of_its_shapes(name: str) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt", "resnet", "lstm", "mlp", "blocks bf16"])
 def test_loss_and_gradient_are_finite_and_no_parameter_is_idle(name: str) -> None:
     loss, shapes = micro(name)
@@ -104,6 +106,7 @@ def _is_key(leaf: Any) -> bool:
 # --- parameter counts
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
@@ -119,6 +122,7 @@ def test_gpt2_parameter_count(config: gpt.GPTConfig, parameters: int) -> None:
     assert count(jax.eval_shape(lambda: gpt.init_params(config))) == parameters
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
@@ -179,6 +183,7 @@ def test_attention_is_causal() -> None:
 # --- bare stacks of blocks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_scanned_and_unrolled_blocks_agree(dropout: float) -> None:
     scanned, scanned_shapes = gpt.blocks_scanned(**BLOCKS, dropout=dropout)
@@ -206,6 +211,7 @@ def test_real_block_arguments_have_the_example_shapes(stacked: bool) -> None:
 DOTS_SAVEABLE = functools.partial(nn.remat, policy=jax.checkpoint_policies.dots_saveable)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -233,6 +239,7 @@ def _static_flag(wrap: Any) -> Any:
     return functools.partial(wrap, static_argnums=(2,))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "config"),
     [
@@ -265,6 +272,7 @@ def test_residual_mlp_of_any_depth_has_three_products_and_one_name_per_boundary(
     assert names.count("name") == layers - 1 == len(mlp.boundary_names(layers))
 
 
+@pytest.mark.slow
 def test_deep_cases_have_their_depth() -> None:
     depth = {name: len(cases.CASES[name]()[1][0]) for name in cases.CASES if "mlp" in name}
     assert depth == {

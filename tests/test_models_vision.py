@@ -75,6 +75,7 @@ def value_and_grad(loss: Callable[..., Any], *arguments: Any) -> Any:
 # --- the published numbers
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -90,6 +91,7 @@ def test_parameter_count(name: str, parameters: int) -> None:
     assert count(shapes[0]) == parameters
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "multiplications"),
     [
@@ -121,6 +123,7 @@ def plain_value_and_grad(name: str) -> Any:
     return value_and_grad(MICRO[name]()[0], *micro_arguments(name))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MICRO)
 def test_loss_and_gradient_are_finite_and_no_parameter_is_idle(name: str) -> None:
     value, grads = plain_value_and_grad(name)
@@ -142,6 +145,7 @@ def test_void_pixels_do_not_count() -> None:
     assert loss(logits, np.full((2, 3, 3), 9, np.int32)) == 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MICRO)
 def test_wrapped_blocks_keep_parameters_value_and_gradient(name: str) -> None:
     wrap = functools.partial(nn.remat, policy=jax.checkpoint_policies.dots_saveable)

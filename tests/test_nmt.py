@@ -57,6 +57,7 @@ def assert_trees_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> N
 # --- the model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("config", [MICRO, SCANNED], ids=["unrolled", "scanned"])
 def test_loss_and_gradient_are_finite_and_no_parameter_is_idle(config: nmt.NMTConfig) -> None:
     value, grads = result(config)
@@ -67,6 +68,7 @@ def test_loss_and_gradient_are_finite_and_no_parameter_is_idle(config: nmt.NMTCo
         assert jnp.any(leaf != 0), jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_agree_with_dropout_on() -> None:
     unrolled, arguments = micro(MICRO)
     scanned, shapes = nmt.nmt_loss(SCANNED, BATCH, SOURCE, TARGET)
@@ -88,6 +90,7 @@ def test_parameter_count() -> None:
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == want
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scan", [False, True])
 def test_wrapped_attention_keeps_value_and_gradient(scan: bool) -> None:
     config = dataclasses.replace(MICRO, layers=1, scan=scan)
