@@ -87,7 +87,19 @@ class Alive:
 
 @dataclass(slots=True)
 class Node:
-    """One execution of an operator, a barrier, or the packing or unpacking of a mask."""
+    """One run: of an operator, a barrier, the packing or unpacking of a mask, or of what XLA adds for an operator.
+
+    Attributes:
+        kind: which of these; `zeros` and `indices` (of a pool's largest) are what XLA adds.
+        op: the operator, None for what XLA adds and what a schedule's own steps do.
+        name: of the operator, or the kind.
+        ins, outs: instances.
+        step: index of the schedule's step.
+        fusible: whether it is merged with what it reads; `reduces`: but with nothing that reads it.
+        additions: what it takes per element.
+        working: of a planned loop what one iteration needs, and its `trips`, the number of iterations.
+        again: whether the operator ran before.
+    """
 
     kind: Kind
     op: Op | None
@@ -105,7 +117,15 @@ class Node:
 
 @dataclass(slots=True)
 class Instance:
-    """One array in memory or in registers. `root` is the instance whose buffer it shares."""
+    """One array in memory or in registers.
+
+    Attributes:
+        value: value id in the graph, of which it is an instance.
+        nbytes: bytes; `elements`: their number.
+        producer: the node that makes it, -1 if it is there before the first.
+        root: the instance whose buffer it shares, itself if it has one of its own.
+        packed: whether it is the value's stored form.
+    """
 
     value: int
     nbytes: int
@@ -120,6 +140,8 @@ class Execution:
     """The instances and nodes of a schedule, in its order.
 
     Attributes:
+        graph: whose values and operators these are.
+        nodes: in the order of the steps; `instances`: in the order in which they are made.
         sources: instances that are there before the first node.
         slices: those of them that are parts of stacked arrays.
         results: instances that are results or gradients.

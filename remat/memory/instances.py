@@ -58,7 +58,12 @@ def execution_of(graph: Graph, schedule: Schedule | None, working: Working) -> E
 
 
 class Builder:
-    """Turns steps into nodes and instances."""
+    """Turns steps into nodes and instances.
+
+    Attributes:
+        execution: what was made so far.
+        raw: the present instance of every value; `bits`: of its stored form.
+    """
 
     def __init__(self, graph: Graph, working: Working, *, in_loop: bool = False) -> None:
         self.graph = graph

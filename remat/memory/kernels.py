@@ -73,20 +73,34 @@ def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
                         kernel.after.add(instances[index].producer)
                 if root in execution.slices and not node.fusible and node.kind != "barrier":
                     kernel.copies.add(root)
-        if node.op is not None and node.op.workspace_bytes and number in found:
-            found[number].workspace = node.ins[0], node.op.workspace_bytes
-        if node.op is not None and node.op.swapped:
-            # Elsewhere the copy of the first is all that is kept of it.
-            is_tied = tie_of(execution, node.ins[0]) is not None
-            found[number].copies.update(node.ins[:1] if is_tied else ())
-        elif node.name == CONVOLUTION and len(node.ins) > 1:
-            index = node.ins[1]
-            if instances[index].root in execution.sources and _is_turned(execution, node):
-                found[number].copies.add(index)
-                turned.add(index)
-            elif index in turned:
-                found[number].copies.add(index)
+        if number in found:
+            _note_library(execution, node, found[number], turned)
     return [found[number] for number in sorted(found)]
+
+
+def _note_library(execution: Execution, node: Node, kernel: Kernel, turned: set[int]) -> None:
+    """Notes what is made of a node's operands for its kernel alone: workspace, and copies in another layout.
+
+    Args:
+        execution, node, kernel: the node and its kernel.
+        turned: kernels of convolutions that were copied before; new ones are added.
+    """
+    op, instances = node.op, execution.instances
+    if op is None:
+        return
+    if op.workspace_bytes:
+        kernel.workspace = node.ins[0], op.workspace_bytes
+    if op.swapped:
+        # Elsewhere the copy of the first is all that is kept of it.
+        is_tied = tie_of(execution, node.ins[0]) is not None
+        kernel.copies.update(node.ins[:1] if is_tied else ())
+    elif node.name == CONVOLUTION and len(node.ins) > 1:
+        index = node.ins[1]
+        if instances[index].root in execution.sources and _is_turned(execution, node):
+            kernel.copies.add(index)
+            turned.add(index)
+        elif index in turned:
+            kernel.copies.add(index)
 
 
 def tie_of(execution: Execution, index: int) -> int | None:

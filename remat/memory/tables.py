@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from remat.core.primitives import Trait, primitives_with
+
 __all__ = [
     "ADDITIONS",
     "BYTES_PER_ADDITION",
@@ -35,69 +37,18 @@ CONVOLUTION = "conv_general_dilated"
 POOL_GRADIENT = "select_and_scatter_add"
 
 # What moves no data: the result is the operand's buffer.
-SAME_BUFFER = frozenset(
-    {
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "stop_gradient",
-        "copy_p",
-        "name",
-        "pvary",
-        "device_put",
-        "sharding_constraint",
-        "mesh_cast",
-    }
-)
+SAME_BUFFER = primitives_with(Trait.SAME_BUFFER)
 # Operators of one operand that their result type describes: two on one operand are one.
-DETERMINED = frozenset(
-    {
-        "abs",
-        "ceil",
-        "convert_element_type",
-        "cos",
-        "erf",
-        "exp",
-        "exp2",
-        "floor",
-        "is_finite",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "neg",
-        "not",
-        "one_minus_square",
-        "rsqrt",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "tanh",
-    }
-)
+DETERMINED = primitives_with(Trait.DETERMINED)
 # Operators that take a part of an array which their result type does not tell.
 PICKS = frozenset({"slice", "split", "pad", "concatenate"})
 # Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.
 COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
-IN_PLACE = frozenset(
-    {
-        "scan",
-        "scatter",
-        "scatter-add",
-        "scatter-max",
-        "scatter-min",
-        "scatter-mul",
-        "scatter-sub",
-        "scatter_add",
-        "select_and_scatter_add",
-        "while",
-    }
-)
+IN_PLACE = primitives_with(Trait.IN_PLACE)
 SCATTERS = frozenset(name for name in IN_PLACE if name.startswith("scatter"))
 # What returns several arrays to XLA, however many it has in the graph: a library's call has its scratch space, too.
-SEVERAL_RESULTS = frozenset({CONVOLUTION, "scan", "sort", "while"})
+SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 
 # --- numbers ---
 
@@ -132,19 +83,20 @@ RANDOM_ADDITIONS = 120
 # Of packing a mask or reading one back: a shift, a mask and a comparison; counted.
 CODE_ADDITIONS = 3
 # How many bytes of memory traffic take as long as one addition: an H200 moves 4.8e12 bytes per second and issues
-# about 33e12 instructions (132 multiprocessors x 128 lanes x 1.98 GHz); data sheet. An H100 has 0.101, a B200 0.215:
-# programs are predicted as for an H200 whatever they are compiled for.
+# about 33e12 instructions (132 multiprocessors x 128 lanes x 1.98 GHz); data sheet. An H100 has 0.101, a B200
+# 0.215: programs are predicted as for an H200 whatever they are compiled for.
 BYTES_PER_ADDITION = 0.145
 
 # The others were observed, on the networks of `benchmarks.memory_model` compiled by jax 0.10 for an H200, and not
 # derived. How far predictions move where one is half or twice as large is said of each: of the plans of
 # `models.cases.SMALL_CASES` with min_cut, full and echo, and without (MOVES).
 
-# A value that is made from less than this share of its own bytes is made from next to nothing: it is made early, and
-# what it is made of costs nothing to read. XLA's rule for merging across the program was not found in its sources.
+# A value that is made from less than this share of its own bytes is made from next to nothing: it is made early,
+# and what it is made of costs nothing to read. XLA's rule for merging across the program was not found in its
+# sources.
 SMALL_SHARE = 1 / 8
-# Kernels further apart than this, in the order of the program, are not merged for what they both read. It bounds the
-# search for what depends on them; in XLA there is no such bound.
+# Kernels further apart than this, in the order of the program, are not merged for what they both read. It bounds
+# the search for what depends on them; in XLA there is no such bound.
 FAR = 64
 # Readers of one value are compared pair by pair if there are at most so many; more are taken to be kernels of their
 # own. It bounds the time.
