@@ -24,6 +24,14 @@ from remat.core.forms import stored_bytes
 from remat.core.graph import Graph
 from remat.core.interrupt import ended
 from remat.planning.make import plan_from_saved
+from remat.planning.numbers import (
+    ALIKE_RATE,
+    DOMINATED,
+    FEW_COMBINATIONS,
+    FEW_LIMITS,
+    NOTICED,
+    WORTHWHILE,
+)
 from remat.plans.plan import Plan
 from remat.policies import Full, MinCut, Policy
 from remat.policies.base import Decision, carried_reads, describe_options, required_saves
@@ -42,15 +50,6 @@ __all__ = [
     "loop_options",
     "needed_bytes",
 ]
-
-_FEW_COMBINATIONS = 4096
-_FEW_LIMITS = 8
-# An option that takes more memory has to be at least this much faster.
-_WORTHWHILE = 0.97
-# A smaller gain than this share of what an iteration takes is within the error of estimates.
-_NOTICED = 0.02
-# Values that save bytes at rates that differ by less than this share are equally good to drop.
-_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
             found.setdefault(less, (prices(less), policy))
     options = []
     for saved, ((saved_bytes, seconds), policy) in found.items():
-        if any(x < 0.9 * saved_bytes and y <= seconds for (x, y), _ in found.values()):
+        if any(x < DOMINATED * saved_bytes and y <= seconds for (x, y), _ in found.values()):
             continue  # another one keeps much less and is faster
         plan = plan_from_saved(
             graph,
@@ -118,10 +117,10 @@ def body_options(graph: Graph, device: str = "h200") -> list[BodyOption]:
         )
         options.append(BodyOption(plan, seconds, saved_bytes, prices.fixed_bytes(saved)))
     best: list[BodyOption] = []
-    least_gain = _NOTICED * prices.condensed.problem.total_cost
+    least_gain = NOTICED * prices.condensed.problem.total_cost
     for option in sorted(options, key=lambda o: (o.total_bytes, o.seconds)):
         most = best[-1].seconds if best else math.inf
-        if option.seconds < min(_WORTHWHILE * most, most - least_gain):
+        if option.seconds < min(WORTHWHILE * most, most - least_gain):
             best.append(option)
     return best
 
@@ -173,7 +172,7 @@ class _Prices:
             if not drops:
                 return
             least = min(rate for rate, *_ in drops)
-            alike = [drop for drop in drops if drop[0] - least <= _ALIKE * abs(least)]
+            alike = [drop for drop in drops if drop[0] - least <= ALIKE_RATE * abs(least)]
             *_, price, saved = min(alike, key=lambda drop: drop[1])
             yield saved
 
@@ -346,7 +345,7 @@ def loop_options(
         ]
     best: list[LoopOption] = []
     for option in sorted(found, key=_total_then_seconds):
-        if not best or option.seconds < _WORTHWHILE * best[-1].seconds:
+        if not best or option.seconds < WORTHWHILE * best[-1].seconds:
             best.append(option)
     return best
 
@@ -401,7 +400,7 @@ def choose_options(
         excluded: choices not to make.
         kept_bytes: bound on what all loops keep, whatever they work in: where the peak is not in a loop.
     """
-    if math.prod(len(menu) for menu in menus) <= _FEW_COMBINATIONS:
+    if math.prod(len(menu) for menu in menus) <= FEW_COMBINATIONS:
         fitting = [
             (sum(o.seconds for o in options), choice)
             for choice in itertools.product(*(range(len(menu)) for menu in menus))
@@ -414,9 +413,9 @@ def choose_options(
         ]
         return min(fitting)[1] if fitting else None
     limits = sorted({option.working_bytes for menu in menus for option in menu})
-    if len(limits) > _FEW_LIMITS:
+    if len(limits) > FEW_LIMITS:
         limits = [
-            limits[round(i * (len(limits) - 1) / (_FEW_LIMITS - 1))] for i in range(_FEW_LIMITS)
+            limits[round(i * (len(limits) - 1) / (FEW_LIMITS - 1))] for i in range(FEW_LIMITS)
         ]
     found = [
         entry

@@ -16,7 +16,9 @@ from remat.plans.report import human_bytes, short_source
 
 __all__ = ["Opaque", "opaque_values", "warn_of_opaque"]
 
-_SHARE = 0.01  # of the bytes of the forward values, below which nothing is said
+# Of the bytes of the forward values, below which nothing is said; and lines of a message. By look; they warn, no
+# more.
+_SHARE = 0.01
 _LISTED = 5
 _shown: dict[Any, Any] = {}  # so that with Python's default filters the same text is printed once
 

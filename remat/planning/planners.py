@@ -8,10 +8,10 @@ from remat.core.errors import PlanError
 from remat.core.forms import form_of, get_encoding
 from remat.core.graph import Alternatives, Graph
 from remat.planning.make import make_plan
+from remat.planning.numbers import MARGIN
 from remat.planning.protocol import NO_CHUNKS, SteadyPlanner
 from remat.planning.resort import CheckedSession
 from remat.planning.session import BudgetSession
-from remat.planning.within import MARGIN
 from remat.plans.graph_diff import first_difference
 from remat.plans.paths import is_rest
 from remat.plans.plan import LoopPlan, Plan

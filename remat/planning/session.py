@@ -34,7 +34,7 @@ from remat.planning.resort import (
 )
 from remat.planning.rounds import Rounds, Setting, Tried
 from remat.planning.time_limit import TimeLimit
-from remat.planning.within import MARGIN, Within, plan_within, program_cost
+from remat.planning.within import Within, plan_within, program_cost
 from remat.plans.paths import is_rest, whole_of
 from remat.plans.plan import Plan
 from remat.policies import Full, MinCut

@@ -6,18 +6,11 @@ from collections.abc import Callable
 
 from remat.core.errors import BudgetError
 from remat.core.interrupt import Progress, or_log
+from remat.planning.numbers import CLOSE, HALVINGS, RAISES
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes
 
 __all__ = ["smallest_plan"]
-
-# A name of a smallest peak is met at the second try as a rule; each of these raises an eighth of the budget or
-# more.
-_RAISES = 8
-# With loops: plannings to spend on coming closer, and the share above what is not feasible that is close enough. By
-# look: a planning takes seconds to minutes, and after 5 a thirty-second of the range is left.
-_HALVINGS = 5
-_CLOSE = 1.05
 
 
 def smallest_plan(
@@ -38,7 +31,7 @@ def smallest_plan(
     """
     say = or_log(progress)
     budget = 1
-    for _ in range(_RAISES):
+    for _ in range(RAISES):
         try:
             say(f"looking for the smallest peak: {human_bytes(budget)}")
             best = plan_at(budget)
@@ -53,8 +46,8 @@ def smallest_plan(
     if not best.loops:
         return best
     low = 0
-    for _ in range(_HALVINGS):
-        if best.peak_bytes <= _CLOSE * low:
+    for _ in range(HALVINGS):
+        if best.peak_bytes <= CLOSE * low:
             break
         middle = (low + best.peak_bytes) // 2
         try:
