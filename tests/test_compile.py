@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from versions import CPU_UNDOES_REMATERIALIZATION
 
-import remat.compiler.compile as compile_module
+import remat.compiler.targets as targets_module
 from remat.compiler.compile import CPU_COMPILER_OPTIONS, compile_report, compiler_options
 from remat.compiler.toolchain import Missing, Plugin
 from remat.core.devices import GPU_NAMES
@@ -307,7 +307,7 @@ def test_errors_of_the_function_are_its_own() -> None:
 
 
 def test_missing_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_module, "find_plugin", lambda: None)
+    monkeypatch.setattr(targets_module, "find_plugin", lambda: None)
     expected = rf'pip install "jax\[cuda13-local\]=={jax.__version__}" nvidia-cuda-nvcc'
     with pytest.raises(CompileError, match=expected):
         compile_report(lambda x: x, f32(4), device="b200")
@@ -317,17 +317,17 @@ def test_missing_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 def without_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine whose plugin of jax is complete, and where ptxas cannot be found."""
     plugin = Plugin("jax_plugins.xla_cuda13", pathlib.Path("/nowhere"), "13")
-    monkeypatch.setattr(compile_module, "find_plugin", lambda: plugin)
+    monkeypatch.setattr(targets_module, "find_plugin", lambda: plugin)
     monkeypatch.setattr(Plugin, "check_versions", lambda self: None)
-    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: Missing("ptxas", "/nowhere"))
+    monkeypatch.setattr(targets_module, "missing_tools", lambda *_: Missing("ptxas", "/nowhere"))
     forget_tools()
     yield monkeypatch
     forget_tools()
 
 
 def forget_tools() -> None:
-    compile_module._check_tools.cache_clear()
-    compile_module._failure_in_another_process.cache_clear()
+    targets_module._check_tools.cache_clear()
+    targets_module._failure_in_another_process.cache_clear()
 
 
 def compile_without_tools(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -336,9 +336,9 @@ def compile_without_tools(monkeypatch: pytest.MonkeyPatch, program: str) -> None
     def never(*_: Any) -> Any:
         raise AssertionError("XLA was asked, which may crash")
 
-    monkeypatch.setattr(compile_module, "_SAMPLE_PROGRAM", program)
-    monkeypatch.setattr(compile_module, "_described_gpu", never)
-    monkeypatch.setattr(compile_module, "_compile", never)
+    monkeypatch.setattr(targets_module, "_SAMPLE_PROGRAM", program)
+    monkeypatch.setattr(targets_module, "_described_gpu", never)
+    monkeypatch.setattr("remat.compiler.compile.compile_for", never)
     compile_report(jax.grad(mlp), [f32(32, 32)], f32(8, 32), device="h200")
 
 
@@ -371,7 +371,7 @@ def test_a_failure_is_tried_once_and_an_installation_is_noticed(
         with pytest.raises(CompileError, match="status 1"):
             compile_without_tools(without_tools, program)
     assert log.read_text() == "tried "
-    without_tools.setattr(compile_module, "missing_tools", lambda *_: None)
+    without_tools.setattr(targets_module, "missing_tools", lambda *_: None)
     with pytest.raises(AssertionError, match="XLA was asked"):
         compile_without_tools(without_tools, program)
 
@@ -382,7 +382,7 @@ def test_what_only_xla_finds_is_found_out_in_another_process(
 ) -> None:
     """Should XLA look elsewhere one day, a search that finds nothing must not stand in the way."""
     forget_tools()
-    monkeypatch.setattr(compile_module, "missing_tools", lambda *_: Missing("ptxas", "/nowhere"))
+    monkeypatch.setattr(targets_module, "missing_tools", lambda *_: Missing("ptxas", "/nowhere"))
     report = compile_report(jax.grad(mlp), [f32(32, 32)] * 2, f32(8, 32), device="h200")
     assert report.matmuls_executed == 5
     forget_tools()
@@ -462,7 +462,7 @@ assert compile_report(lambda x: x * 2, y, device="h200").hbm_traffic_bytes == 32
 assert float((y * 2).sum()) == 16.0
 """
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    root = pathlib.Path(compile_module.__file__).parents[1]
+    root = pathlib.Path(targets_module.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True
     )

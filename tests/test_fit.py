@@ -26,7 +26,8 @@ from remat.compiler.report import CompileReport
 from remat.core.errors import BudgetError, CompileError, PolicyError
 from remat.fitting.batch import _largest
 from remat.fitting.fit import Fitted, finish, fit, fit_options
-from remat.fitting.search import Job, Options, Trial, search
+from remat.fitting.job import Job, Options, Trial
+from remat.fitting.search import search
 from remat.lower.attempt import Attempt, Menus, PricePlanner, choose_option
 from remat.plans.plan import Plan
 from remat.policies import Auto, Ilp

@@ -1,4 +1,4 @@
-"""The forms in which a value can be kept, with their exact bytes and an estimate of their cost. No jax.
+"""The forms in which a value can be kept, with their exact bytes. No jax.
 
 A form is a name: `raw`; `bits` (booleans, one bit each); `uint1` to `uint32` (integers whose range is
 proven, stored as codes above the lower end of the range); and, lossy and therefore never chosen unasked,
@@ -32,8 +32,6 @@ __all__ = [
     "Kind",
     "applicable",
     "code_bits",
-    "decode_flops",
-    "encode_flops",
     "form_of",
     "get_encoding",
     "is_lossless",
@@ -68,8 +66,6 @@ class Encoding:
         element_bits: bits per element (`bits`, `codes`, `float`); 0 where it depends on the value.
         dtype: what `float` stores, a name of `jax.numpy`; empty for the other kinds.
         row_capacity: values that `sparse` keeps of a row of `ROW`; 0 for the other kinds.
-        encode_operations, decode_operations: operations per element. Estimates: scalar operations of a
-            fused kernel, a sort counted as its bitonic network; what an encoding really costs is traffic.
     """
 
     name: str
@@ -79,8 +75,6 @@ class Encoding:
     element_bits: int = 0
     dtype: str = ""
     row_capacity: int = 0
-    encode_operations: int = 0
-    decode_operations: int = 0
 
     def stored_bytes(self, value: Value) -> int:
         """Returns the exact bytes of the arrays that `remat.lower.encode.encode` makes of `value`."""
@@ -132,9 +126,6 @@ def _codes(bits: int) -> Encoding:
         description=f"integers of a proven range, as codes of {bits} bit{'s' * (bits > 1)}{packed}",
         lossless=True,
         element_bits=bits,
-        # Subtract the offset and convert; below a byte, shift and add. Back: the same the other way round.
-        encode_operations=2 if bits >= 8 else 4,
-        decode_operations=2 if bits >= 8 else 4,
     )
 
 
@@ -147,8 +138,6 @@ def _float(name: str, bits: int, dtype: str, accuracy: str) -> Encoding:
         lossless=False,
         element_bits=bits,
         dtype=dtype,
-        encode_operations=5,  # is it finite, two clips, a select, the conversion
-        decode_operations=1,
     )
 
 
@@ -161,8 +150,6 @@ def _sparse(name: str, share: Fraction) -> Encoding:
         f"byte; exact where no row has more than {capacity}, the others lose what is beyond",
         lossless=False,
         row_capacity=capacity,
-        encode_operations=40,  # a bitonic sort of 256 has 36 stages; the key, the gather
-        decode_operations=1,
     )
 
 
@@ -171,15 +158,7 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
         encoding.name: encoding
         for encoding in (
             Encoding("raw", "raw", "as it was computed", True),
-            Encoding(
-                "bits",
-                "bits",
-                "booleans, eight to a byte",
-                True,
-                element_bits=1,
-                encode_operations=3,  # convert, weigh, add
-                decode_operations=2,  # mask, compare
-            ),
+            Encoding("bits", "bits", "booleans, eight to a byte", True, element_bits=1),
             *map(_codes, _CODE_BITS),
             _float("float16", 16, "float16", "11 significant bits, at most 65504"),
             _float("bfloat16", 16, "bfloat16", "8 significant bits, float32's range"),
@@ -271,24 +250,6 @@ def why_not(form: str, value: Value) -> str:
 def applicable(form: str, value: Value) -> bool:
     """Whether `value` can be kept in `form`: it has the right dtype and, but for `bits`, gets smaller."""
     return not why_not(form, value)
-
-
-def encode_flops(form: str, value: Value) -> int:
-    """Returns an estimate of the operations that encoding `value` takes; see `Encoding`.
-
-    Raises:
-        PolicyError: there is no such form, or the value cannot be kept in it.
-    """
-    return _checked(get_encoding(form), value).encode_operations * math.prod(value.shape)
-
-
-def decode_flops(form: str, value: Value) -> int:
-    """Returns an estimate of the operations that decoding `value` takes; see `Encoding`.
-
-    Raises:
-        PolicyError: there is no such form, or the value cannot be kept in it.
-    """
-    return _checked(get_encoding(form), value).decode_operations * math.prod(value.shape)
 
 
 def _checked(encoding: Encoding, value: Value) -> Encoding:

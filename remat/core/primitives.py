@@ -65,6 +65,14 @@ class Trait(enum.Enum):
     ADDS = "adds"  # elements of the result are sums
     TOTAL = "total"  # these are sums of elements of one operand
     NAMED_BODY = "named body"  # has a body, which does what the name says
+    SAME_BUFFER = "same buffer"  # moves no data: to XLA the result is the operand's buffer
+    IN_PLACE = "in place"  # writes into its operand's buffer although XLA does not fuse it
+    SEVERAL_RESULTS = (
+        "several results"  # returns several arrays to XLA, however many it has in the graph
+    )
+    DETERMINED = (
+        "determined"  # described by its name and its result's type: two on one operand are one
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +439,19 @@ _TRAITS: Mapping[Trait, str] = MappingProxyType(
         Trait.ADDS: "add add_any cumsum dot_general reduce_sum reduce_window_sum sub",
         Trait.TOTAL: "cumsum reduce_sum reduce_window_sum",
         Trait.NAMED_BODY: "scatter-max scatter-min",
+        Trait.SAME_BUFFER: """
+            copy_p device_put expand_dims mesh_cast name pvary reshape sharding_constraint squeeze
+            stop_gradient
+        """,
+        Trait.IN_PLACE: """
+            scan scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add
+            select_and_scatter_add while
+        """,
+        Trait.SEVERAL_RESULTS: "conv_general_dilated scan sort while",
+        Trait.DETERMINED: """
+            abs ceil convert_element_type cos erf exp exp2 floor is_finite log log1p log2 logistic neg not
+            one_minus_square rsqrt sign sin sqrt square tanh
+        """,
     }
 )
 

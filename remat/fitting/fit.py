@@ -8,7 +8,7 @@ the prediction between two compiles, and the next one is placed there (`remat.fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,13 @@ from remat.compiler.compile import CompileReport
 from remat.core.devices import get_device
 from remat.core.errors import BudgetError, CompileError
 from remat.core.interrupt import Progress, or_log, planning
-from remat.fitting.search import Job, Knob, Options, Trial, choose_knob, search, too_large
+from remat.fitting.job import Job, Options, Trial
+from remat.fitting.knobs import Knob, choose_knob
+from remat.fitting.search import search, too_large
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_seconds, table
 from remat.resolve import parse_budget
+from remat.trace.calls import as_tuple
 
 __all__ = ["Fitted", "Trial", "finish", "fit", "fit_options"]
 
@@ -228,8 +231,8 @@ def fit_options(
         limit_bytes=_limit_bytes(memory, device),
         max_compiles=max_compiles,
         device=device,
-        static_argnums=_as_tuple(static_argnums),
-        donate_argnums=_as_tuple(donate_argnums),
+        static_argnums=as_tuple(static_argnums),
+        donate_argnums=as_tuple(donate_argnums),
         compiler_options=compiler_options,
         progress=or_log(progress),
     )
@@ -248,10 +251,6 @@ def _limit_bytes(memory: int | str | None, device: str | None) -> int:
     if not isinstance(limit, int):
         raise BudgetError(f"memory={memory!r}: expected bytes or a size ('80GiB'), not a fraction")
     return limit
-
-
-def _as_tuple(numbers: int | Iterable[int]) -> tuple[int, ...]:
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
 def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from remat.api import checkpoint, plan
-from remat.compiler.compile import compile_report, target_device
+from remat.compiler.compile import compile_report
+from remat.compiler.targets import target_device
 from remat.core.errors import CompileError
 from remat.core.interrupt import Progress, or_log
 from remat.plans.plan import Plan

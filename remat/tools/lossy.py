@@ -12,6 +12,7 @@ import numpy as np
 
 from remat.api import checkpoint, plan
 from remat.core.forms import is_lossless
+from remat.trace.calls import as_tuple
 
 __all__ = ["GradientError", "LeafError", "encoding_error"]
 
@@ -92,7 +93,7 @@ def encoding_error(
     made = plan(
         fun, *args, remat_policy=remat_policy, argnums=argnums, static_argnums=static_argnums
     )
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = as_tuple(argnums)
     ours = checkpoint(fun, remat_policy=remat_policy, static_argnums=static_argnums)
     theirs, mine = (_gradients(function, args, numbers, seed) for function in (fun, ours))
     leaves = [

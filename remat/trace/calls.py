@@ -283,3 +283,8 @@ def number_notes(call: Call) -> str:
         f"remat: Python numbers are traced like arrays, as by jax.checkpoint: {', '.join(named)}. One that "
         f"has to be a number while tracing, a size or a switch, is declared as static: {how}."
     )
+
+
+def as_tuple(numbers: int | Iterable[int]) -> tuple[int, ...]:
+    """Returns positions of arguments, which may be given as one number, as a tuple."""
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
