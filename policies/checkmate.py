@@ -38,6 +38,8 @@ from remat.policies.solvers.search import is_ready
 
 __all__ = ["Checkmate"]
 
+# Nodes up to which the relaxation is rounded: it has nodes x edges columns. By
+# look; above it `approximate` is refused with a message, so no plan depends on it.
 _ROUNDING_LIMIT = 120
 
 

@@ -35,6 +35,10 @@ from remat.policies.base import Decision, Policy, check_implementations, require
 
 __all__ = ["Gist"]
 
+# How many comparisons, and logic between them, may lie between a mask and what it is made of in passing. By look (a
+# clipped range takes two comparisons and an `and`); beyond it the mask is kept, as a bit per element.
+_MASK_DEPTH = 4
+
 # What makes a mask of values, or of masks.
 _MASK_MAKERS = primitives_with(Trait.COMPARISON) | {"and", "is_finite", "not", "or", "select_n"}
 
@@ -106,7 +110,9 @@ def _kept(graph: Graph) -> frozenset[int]:
     return required_saves(graph, frozenset(saved - compared))
 
 
-def _is_compared(graph: Graph, value: int, there: Collection[int], depth: int = 4) -> bool:
+def _is_compared(
+    graph: Graph, value: int, there: Collection[int], depth: int = _MASK_DEPTH
+) -> bool:
     """Whether a mask is made, by a few comparisons, of values that are there."""
     op = _maker(graph, value)
     if op is None or depth == 0 or graph.values[value].dtype != "bool":

@@ -63,14 +63,24 @@ from remat.policies.solvers.search import is_ready, search
 
 __all__ = ["Ilp", "MeasuredCosts"]
 
-_EXACT_LIMIT = 350  # nodes that the integer program copes with
-_UNCLEAR = 0.02  # a gap that the integer program may close, as a share of the program's cost
-_WIDE = 0.04  # a gap at which hot searches and a dearer bound are worth their seconds
-_RESTARTS, _HEAT = 6, 10.0  # hot searches, each from the sequence without repetitions
-_POLISHES = 10  # searches after them, from the best
-# No rewrite is planned beside the rewrites if the starts find it at most this much dearer.
+# The numbers of this module say what is worth seconds. They change how close to the bound a plan comes, which its
+# certificate says; they were chosen by look on the networks of benchmarks/results/planners_2cores.json, and
+# `python -m benchmarks.planners` repeats that table.
+#
+# Nodes that the integer program copes with: it improved U-Net's 185 there; the next larger graph has 788.
+_EXACT_LIMIT = 350
+# Gaps as shares of the program's cost: one that the integer program may close, and one at which hot searches and a
+# dearer bound are tried as well. Of the graphs in reach only U-Net within half of its peak and less is as far off.
+_UNCLEAR, _WIDE = 0.02, 0.04
+# Hot searches, each from the sequence without repetitions, how hot, and searches after them, from the best. The
+# last was raised from 6 for U-Net, which takes 35 s with all of this. They only ever replace a plan by a cheaper
+# one.
+_RESTARTS, _HEAT, _POLISHES = 6, 10.0, 10
+# No rewrite is planned beside the rewrites if the starts find it at most this many times as dear. What is
+# left out is a plan without rewrites that is cheaper after all; planning it in any case would double the seconds.
 _CLOSE = 1.02
 # Of the limit: for the integer program, for the bound from several moments, and for a gap that is only unclear.
+# What comes before them and after them needs the rest; by look.
 _EXACT_SHARE, _BOUND_SHARE, _UNCLEAR_SHARE = 1 / 3, 1 / 3, 1 / 12
 _BODY_NOTE = "loop body: a minimum cut, because what is kept is written and read in every iteration"
 
@@ -78,7 +88,7 @@ Method = Literal["auto", "exact", "search", "starts"]
 
 
 class MeasuredCosts(Protocol):
-    """What `remat.core.cost.measure` returns: seconds of operators of the graph with this fingerprint."""
+    """What `remat.cost.measure` returns: seconds of operators of the graph with this fingerprint."""
 
     @property
     def fingerprint(self) -> str:
@@ -105,7 +115,7 @@ class Ilp(BudgetPolicy):
         effort: proposals of the local search per node; its result is the same in every run, unless the time is up.
         tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
             twentieth of that effort to be enough.
-        costs: measured seconds of this function's operators, from `remat.core.cost.measure(fun, *args)`; loop
+        costs: measured seconds of this function's operators, from `remat.cost.measure(fun, *args)`; loop
             bodies keep their estimates.
         device: whose roofline prices the nodes.
         implementations: which rewrites of the backward pass to plan with: `exact` for those whose gradients are
@@ -188,7 +198,7 @@ class Ilp(BudgetPolicy):
             if self.costs.fingerprint != graph.fingerprint():
                 raise PolicyError(
                     "Ilp(costs=...): these costs were measured for another function, or for other shapes or "
-                    "other differentiated arguments. Measure again with remat.core.cost.measure(fun, *args)."
+                    "other differentiated arguments. Measure again with remat.cost.measure(fun, *args)."
                 )
             measured = self.costs.measured_seconds
         return condense(graph, device=self.device, objective=self.objective, op_seconds=measured)

@@ -37,6 +37,11 @@ __all__ = ["Sublinear"]
 Method = Literal["grid", "sqrt", "recursive", "cheap"]
 _METHODS = ("grid", "sqrt", "recursive", "cheap")
 
+# What is tried within a budget besides the method's own cuts. The paper searches a grid of budgets (appendix A) and
+# gives no numbers; these are by look. More of them would cost time, fewer a plan that is coarser than it need be.
+_RECURSIONS = (2, 3, 5, 8, 13)  # cuts per level of the recursion: from fewest bytes to least work
+_MORE_SEGMENTS = 1.5  # the next number of segments, times the last
+
 
 @dataclass(frozen=True)
 class Sublinear(BudgetPolicy):
@@ -102,13 +107,13 @@ class Sublinear(BudgetPolicy):
         if self.k is not None or self.method == "cheap":
             return
         if self.method == "recursive":
-            for k in (2, 3, 5, 8, 13):
+            for k in _RECURSIONS:
                 yield f"recursive k={k}", recursive_segments(problem, k).sequence
             return
         k = 2
         while k < problem.turn:
             yield f"sqrt k={k}", sqrt_segments(problem, k).sequence
-            k = max(k + 1, round(k * 1.5))
+            k = max(k + 1, round(k * _MORE_SEGMENTS))
 
 
 def _heuristic(decision: Decision) -> Decision:

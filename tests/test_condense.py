@@ -459,19 +459,17 @@ def test_a_graph_is_condensed_once_per_device_and_objective() -> None:
     graph = costs_graph()
     first = condense(graph)
     assert condense(graph) is first
-    assert condense(graph, device="h200", objective="seconds", op_seconds={}, workspace={}) is first
+    assert condense(graph, device="h200", objective="seconds", op_seconds={}) is first
     others = [
         condense(graph, device="a100"),
         condense(graph, objective="flops"),
         condense(graph, op_seconds={0: 3.5}),
-        condense(graph, workspace={0: 1000}),
         condense(replace(graph)),
     ]
-    assert len({id(found) for found in (first, *others)}) == 6
+    assert len({id(found) for found in (first, *others)}) == 5
     assert condense(graph, device="a100") is others[0]
     assert condense(graph, objective="flops") is others[1]
     assert condense(graph, op_seconds={0: 3.5}) is not others[2]
-    assert condense(graph, workspace={0: 1000}) is not others[3]
     assert condense(graph) is first and first.problem.workspace is None
 
 
@@ -484,15 +482,6 @@ def test_what_is_remembered_changes_no_graph_and_dies_with_it() -> None:
     del graph
     gc.collect()
     assert [found() for found in gone] == [None, None]
-
-
-def test_a_loops_body_needs_room_while_it_runs() -> None:
-    condensed = condense(costs_graph(), workspace={0: 1000})
-    assert condensed.problem.extra_while_running.tolist() == [1000, 0, 0]
-    assert condense(costs_graph()).problem.workspace is None
-    # Joined, the room is that of either operator.
-    graph = joined().graph
-    assert condense(graph, workspace={0: 7, 1: 5}).problem.extra_while_running.tolist()[0] == 7
 
 
 # --- laws ------------------------------------------------------------------------------------------

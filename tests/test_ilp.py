@@ -281,7 +281,7 @@ def test_with_numba_the_plan_does_not_mention_it() -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """Costs as `remat.core.cost.measure` returns them."""
+    """Costs as `remat.cost.measure` returns them."""
 
     fingerprint: str
     measured_seconds: Mapping[int, float] = field(hash=False)

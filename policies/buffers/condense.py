@@ -40,15 +40,29 @@ __all__ = ["Condensed", "Objective", "buffers_of", "condense", "condense_apart"]
 
 Objective = Literal["seconds", "flops"]
 
-# Large matmuls reach two thirds of the data sheet's peak, small ones and convolutions much less; element-wise
-# kernels come close to the memory's. Without this factor recomputing a thin convolution would look cheaper than
-# recomputing the normalisation after it.
+# The numbers of this module. None is measured by a benchmark of this repository; what a wrong one can do is
+# bounded: a price is off by a factor, and with it what is recomputed first, but no plan is less right or above its
+# budget.
+#
+# Share of the data sheet's arithmetic that compute-bound operators reach. Chosen by look, below the two thirds that
+# large matmuls reach (they are off by a factor of 1.7) and above the much less of small ones and thin convolutions.
+# Without it recomputing a thin convolution would look cheaper than recomputing the normalisation after it.
+# `Ilp(costs=...)` puts measured seconds in its place.
 _HEAVY_EFFICIENCY = 0.4
-# A matmul that does little but read one matrix, a recurrent network's weights say, comes close to the memory's.
+# Share of a matmul's traffic that is one operand, from which on that streams (a recurrent network's weights) and
+# the kernel comes close to the memory's rate. By look; between no share and all of it a cost changes by 1 / 0.4.
 _STREAMED = 0.8
-# Traffic and arithmetic never overlap completely: this share of the lesser is paid beside the greater. Of plans
-# whose rooflines are equal the one with fewer bytes, or fewer operations, is then the cheaper.
+# Share of the lesser of traffic and arithmetic that is paid beside the greater: they never overlap completely. It
+# is there to decide between plans whose rooflines are equal, for the one with fewer bytes, or fewer operations; a
+# thousandth adds at most that to any cost, and is far above the resolution of the costs.
 _EXPOSED = 0.001
+# A kernel of the backward pass is joined with what it overwrites if that is at least so many times what it reads
+# beside, and in either pass if it is more than so many times any buffer between the two. Both by look: joined, two
+# kernels run at once, which misplaces what is small beside the buffer that they share (the predicted peak, which a
+# budget bounds, is of the schedule itself).
+_BESIDE = 8
+_BETWEEN = 20
+
 # Its results are its operands: no kernel.
 _BARRIER = "optimization_barrier"
 
@@ -143,7 +157,6 @@ def condense(
     device: str = "h200",
     objective: Objective = "seconds",
     op_seconds: Mapping[int, float] | None = None,
-    workspace: Mapping[int, int] | None = None,
 ) -> Condensed:
     """Coarsens a joint graph; see the module docstring.
 
@@ -152,19 +165,18 @@ def condense(
         device: whose roofline prices the nodes.
         objective: `seconds`, or `flops` for the operations alone.
         op_seconds: measured seconds of single operators, by operator id, instead of their roofline; what is
-            fused into them adds its arithmetic. See `remat.core.cost.measure`.
-        workspace: extra bytes while an operator runs, by operator id (the body of a loop).
+            fused into them adds its arithmetic. See `remat.cost.measure`.
 
-    Without `op_seconds` and `workspace` a graph is coarsened once per device and objective: later calls return the
-    same object. It lives as long as the graph.
+    Without `op_seconds` a graph is coarsened once per device and objective: later calls return the same object. It
+    lives as long as the graph.
     """
-    if op_seconds or workspace:
-        return _condense(graph, device, objective, op_seconds or {}, workspace or {})
+    if op_seconds:
+        return _condense(graph, device, objective, op_seconds)
     # In the graph: a table by graph would hash all of it, and each entry, which refers to it, would keep it alive.
     made: dict[Hashable, Condensed] = graph.memo
     key = ("condensed", device, objective)
     if key not in made:
-        made[key] = _condense(graph, device, objective, {}, {})
+        made[key] = _condense(graph, device, objective, {})
     return made[key]
 
 
@@ -184,7 +196,7 @@ def condense_apart(
         buffers: values that are buffers if anything reads them, beside those that have to be.
         device, objective: as in `condense`.
     """
-    return _condense(graph, device, objective, {}, {}, also=buffers, join=False)
+    return _condense(graph, device, objective, {}, also=buffers, join=False)
 
 
 def buffers_of(graph: Graph) -> frozenset[int]:
@@ -197,7 +209,6 @@ def _condense(
     device: str,
     objective: Objective,
     op_seconds: Mapping[int, float],
-    workspace: Mapping[int, int],
     *,
     also: Collection[int] | None = None,
     join: bool = True,
@@ -237,7 +248,6 @@ def _condense(
             op.phase == "forward" and all(graph.ops[o].recomputable for o in (op.id, *fused[i]))
             for i, op in enumerate(rooted)
         ],
-        workspace=[workspace.get(op.id, 0) for op in rooted],
         fused=fused,
         buffers=buffers,
     )
@@ -257,7 +267,6 @@ class _Nodes:
     sizes: list[int]
     inputs: list[list[int]]
     repeatable: list[bool]
-    workspace: list[int]
     fused: list[tuple[int, ...]]
     buffers: Collection[int]
     turn: int = 0
@@ -287,7 +296,6 @@ class _Nodes:
             )
             joined = {*self.inputs[node], *self.inputs[reader]} - {node}
             self.inputs[reader] = sorted(joined)
-            self.workspace[reader] = max(self.workspace[reader], self.workspace[node])
         return self.without(into.keys(), turn)
 
     def without(self, gone: Collection[int], turn: int) -> _Nodes:
@@ -300,7 +308,6 @@ class _Nodes:
             sizes=[self.sizes[node] for node in kept],
             inputs=[[number[read] for read in self.inputs[node]] for node in kept],
             repeatable=[self.repeatable[node] for node in kept],
-            workspace=[self.workspace[node] for node in kept],
             fused=[self.fused[node] for node in kept],
             buffers=self.buffers,
             turn=sum(node < turn for node in kept),
@@ -327,8 +334,8 @@ class _Nodes:
         # Joined, both run when the second did and read everything at once: nothing large may come in between. In
         # the backward pass the second may read nothing large beside, which could be recomputed in between.
         beside = {*self.inputs[reader]} - {*self.inputs[node], node}
-        small = node < turn or 8 * sum(self.sizes[n] for n in beside) <= size
-        return small and all(20 * self.sizes[n] < size for n in range(node + 1, reader))
+        small = node < turn or _BESIDE * sum(self.sizes[n] for n in beside) <= size
+        return small and all(_BETWEEN * self.sizes[n] < size for n in range(node + 1, reader))
 
     def finish(self, graph: Graph, node_of: Mapping[int, int], objective: Objective) -> Condensed:
         """Returns the problem of these nodes."""
@@ -338,7 +345,6 @@ class _Nodes:
             self.inputs,
             repeatable=self.repeatable,
             turn=self.turn,
-            workspace=self.workspace if any(self.workspace) else None,
         )
         values = {v: self.number[node] for v, node in node_of.items() if node in self.number}
         return Condensed(graph, problem, tuple(self.roots), values, tuple(self.fused), objective)
@@ -385,15 +391,14 @@ class _Price:
         flops = sum(graph.ops[index].flops for index in fused)
         if self.objective == "flops":
             return float(flops + op.flops)
-        vector = device.matmul_flops_per_second("bf16") / 16
-        compute = flops / vector
+        compute = flops / device.vector_flops_per_second
         if op.id in self.seconds:
             return self.seconds[op.id] + compute
         if op.heavy:
             dtype = hlo_type(graph.values[op.outputs[0]].dtype) if op.outputs else "f32"
             compute += op.flops / device.matmul_flops_per_second(dtype)
         else:
-            compute += op.flops / vector
+            compute += op.flops / device.vector_flops_per_second
         own = {op.id, *fused}
         read = {
             v for index in own for v in graph.ops[index].inputs

@@ -20,8 +20,13 @@ from remat.policies.solvers.choice import Choice, ChoiceProblem
 
 __all__ = ["Merged", "merged_problem"]
 
-# With more sites, those of one rule are taken or left together.
+# With more sites, those of one rule are taken or left together: a graph is coarsened once per group, and the
+# program of `monet` has a choice per group. By look; the harm is a choice that is left out: with more sites than
+# these, some rewritten here and others not.
 _MANY_SITES = 16
+
+_Way = tuple[float, tuple[str, ...]]
+"""What a node costs and reads with some rewrite."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +47,6 @@ class _Node:
     cost: float
     size: int
     inputs: tuple[str, ...]
-    workspace_bytes: int
     repeatable: bool
     is_forward: bool
     is_root: bool
@@ -72,24 +76,24 @@ def merged_problem(
         for chosen in variants
     }
     choices: dict[str, list[Choice]] = {}
-    found: dict[str, dict[tuple[float, tuple[str, ...], int], frozenset[str]]] = {}
+    found: dict[str, dict[_Way, frozenset[str]]] = {}
     entries: dict[str, _Node] = {}
     for chosen, table in tables.items():
         for key, node in table.items():
             entries.setdefault(key, node)
             seen = found.setdefault(key, {})
-            ways = (node.cost, node.inputs, node.workspace_bytes)
-            if ways not in seen:
+            way = (node.cost, node.inputs)
+            if way not in seen:
                 few = chosen if chosen != everything else _changing(key, tables, groups)
-                seen[ways] = few or chosen
+                seen[way] = few or chosen
     order = _order(tables, entries, found)
     if order is None:
         return None
     number = {key: index for index, key in enumerate(order)}
     for key in order:
         choices[key] = [
-            Choice(cost, tuple(sorted(number[r] for r in reads)), extra, chosen)
-            for (cost, reads, extra), chosen in found[key].items()
+            Choice(cost, tuple(sorted(number[r] for r in reads)), 0, chosen)
+            for (cost, reads), chosen in found[key].items()
         ]
     targets: list[int | None] = []
     for key in order:
@@ -145,13 +149,11 @@ def _table(
         for values, root in zip(condensed.values_of, condensed.roots, strict=True)
     ]
     roots = {*graph.outputs, *graph.gradients}
-    work = problem.extra_while_running.tolist()
     return {
         key: _Node(
             cost=float(problem.costs[node]),
             size=int(problem.sizes[node]),
             inputs=tuple(sorted(keys[r] for r in problem.inputs[node])),
-            workspace_bytes=work[node],
             repeatable=bool(problem.repeatable[node]),
             is_forward=node < problem.turn,
             is_root=graph.ops[condensed.roots[node]].effectful
@@ -165,7 +167,7 @@ def _table(
 def _order(
     tables: Mapping[frozenset[str], Mapping[str, _Node]],
     entries: Mapping[str, _Node],
-    found: Mapping[str, Mapping[tuple[float, tuple[str, ...], int], frozenset[str]]],
+    found: Mapping[str, Mapping[_Way, frozenset[str]]],
 ) -> list[str] | None:
     """All nodes in an order that holds for every rewrite, forward nodes first; None if there is none."""
     place: dict[str, float] = {}
@@ -175,7 +177,7 @@ def _order(
             before = place.setdefault(key, before + 1 / (len(entries) + step + 1))
         if len(place) == len(table):  # the first one: whole numbers leave room between them
             place = {key: float(index) for index, key in enumerate(table)}
-    reads = {key: {r for _, inputs, _ in found[key] for r in inputs} for key in entries}
+    reads = {key: {r for _, inputs in found[key] for r in inputs} for key in entries}
     if any(r not in entries for inputs in reads.values() for r in inputs):
         return None
     readers: dict[str, list[str]] = {}

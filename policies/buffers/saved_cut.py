@@ -20,12 +20,21 @@ from remat.policies.solvers.flow import INFINITE, Cut, minimum_cut
 
 __all__ = ["CutRules", "saved_cut"]
 
-_SCALE = 64  # memory_weight is rounded to 1/64 so that capacities stay integers
+# memory_weight is rounded to 1/64 so that capacities stay integers: the weight is off by less than a per cent.
+_SCALE = 64
+# Bytes up to which random results are drawn again: keys and counters are smaller, masks larger. By look; what is
+# drawn again is at most this much work, what is kept at most these bytes.
+_FEW_RANDOM_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class CutRules:
-    """What a cut may cross and at which price; the attributes are those of `remat.policies.MinCut`."""
+    """What a cut may cross and at which price; the attributes are those of `remat.policies.MinCut`.
+
+    `reduction_ratio` is the paper's (section 3.4: "we choose 4 times smaller"). The paper has no weight of memory;
+    1.25 is ours, by look: keeping a byte counts a little more than writing it, so that of ways to cut that move as
+    much the one that keeps less is taken. Settings of the policy, both.
+    """
 
     memory_weight: float = 1.25
     heavy: Literal["ban", "batched", "roofline"] = "ban"
@@ -153,7 +162,7 @@ class _Capacity:
         return int(max(compute, Fraction(written + read)) * _SCALE)
 
     def _cheap_random(self, op: Op) -> bool:
-        small = sum(self.graph.values[v].nbytes for v in op.outputs) <= 1024
+        small = sum(self.graph.values[v].nbytes for v in op.outputs) <= _FEW_RANDOM_BYTES
         return small or self.rules.random == "cheap"
 
     def _shrinks(self, op: Op) -> bool:

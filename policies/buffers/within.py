@@ -41,14 +41,27 @@ __all__ = [
     "too_small_message",
 ]
 
+# The numbers of this module buy better plans with seconds: what is left out costs at most what the certificate's
+# gap says, and no plan is above its budget for it. "By look": on networks of `models/`, not derived. Seconds are
+# those of benchmarks/results/planners_2cores.json, which `python -m benchmarks.planners` repeats.
 EFFORT = 4000
-"""Proposals of the local search per node."""
+"""Proposals of the local search per node, by look: 800 nodes take about 10 s (planners_2cores.json)."""
+_QUICK = 20
+"""Part of that effort that comes first: half of the plans of that file are then within `TOLERANCE`, after 1 s."""
 TOLERANCE = 0.002
-"""Share of the program's cost above the bound at which a twentieth of that is enough."""
-_SEARCH_SHARE = 0.5  # of the time left, for a search in Python ...
-_FINE = 0.02  # share of a peak to which the smallest one of a chain is sought
-_LONG_SECONDS = 120.0  # ... or of this, where there is no limit
-_CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond
+"""Share of the program's cost above the bound at which the first part is enough: all that a plan can lose by it."""
+# Of the time left, for a search in Python, so that what comes after it has as much; or, by look, of so many seconds
+# where there is no limit.
+_SEARCH_SHARE = 0.5
+_LONG_SECONDS = 120.0
+_FINE = 0.02  # share of a peak to which the smallest one of a chain is sought: so much it can be above it
+_CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond, on the 2 cores of that file
+# What to start from. Cuts at `MinCut`'s own price of memory and at a larger one, and Chen's recursion with 8, 4 and
+# 2 parts per level (7, 3 and 1 cuts), which is coarse to fine; by look: all are offered, so more of them cost only
+# time.
+_MEMORY_WEIGHTS = (1.25, 4)
+_RECURSIONS = (7, 3, 1)
+_MORE_SEGMENTS = 1.5  # the next number of segments, times the last: so few miss by much
 
 IN_STAGES = "bound for sequences that repeat operators in order, each once between two first runs"
 """What a certificate says whose bound is that of the integer program."""
@@ -129,7 +142,7 @@ class Pool:
         """
         if ended():
             return ()
-        notes = [self._search(name, effort // 20, 0)]
+        notes = [self._search(name, effort // _QUICK, 0)]
         if not thorough and self.within(proven, tolerance):
             return tuple(notes)
         if len(self.problem) <= _CHAIN_LIMIT and not ended():
@@ -210,12 +223,12 @@ def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str,
     """Sequences to start from: minimum cuts and Chen's segments, or, `frugal`, his recursion."""
     problem = condensed.problem
     if frugal:
-        for k in (7, 3, 1):
+        for k in _RECURSIONS:
             yield f"recursion k={k}", recursive_segments(problem, k).sequence
         return
     seen: set[frozenset[int]] = set()
     for heavy in ("ban", "batched", "roofline"):
-        for weight in (1.25, 4):
+        for weight in _MEMORY_WEIGHTS:
             saved = saved_cut(condensed.graph, CutRules(memory_weight=weight, heavy=heavy)).saved
             nodes = condensed.forward_nodes(saved)
             if nodes not in seen:
@@ -234,7 +247,7 @@ def smallest_known(condensed: Condensed) -> Decision:
     k = 2
     while k < problem.turn and not ended():
         pool.offer(f"sqrt k={k}", sqrt_segments(problem, k).sequence)
-        k = max(k + 1, round(k * 1.5))
+        k = max(k + 1, round(k * _MORE_SEGMENTS))
     prepared = prepare_chain(problem, stop=ended) if len(problem) <= _CHAIN_LIMIT else None
     assert pool.smallest is not None
     low, high = problem.floor_bytes, pool.smallest.replayed.peak_bytes

@@ -26,7 +26,7 @@ def op_seconds(graph: Graph, op: Op, device: Device) -> float:
     dtype = hlo_type(graph.values[op.outputs[0]].dtype) if op.outputs else "f32"
     if op.heavy:
         compute = op.flops / device.matmul_flops_per_second(dtype)
-    else:  # a sixteenth of the matrix rate stands for the vector units
-        compute = 16 * op.flops / device.matmul_flops_per_second("bf16")
+    else:
+        compute = op.flops / device.vector_flops_per_second
     moved = 0 if op.fusible else op.bytes_moved
     return max(compute, moved / device.memory_bytes_per_second)

@@ -12,6 +12,11 @@ from collections.abc import Mapping
 
 from remat.core.errors import CompileError, nearest
 
+# bf16 matrix operations per float32 operation elsewhere, of the data sheets: A100 312 / 19.5 = 16.0, H100 and H200
+# 989 / 67 = 14.8. (B200 about 28: its element-wise kernels are taken for faster than they are, which matters to
+# those with more than some dozen operations per byte. The others are bound by memory.)
+_MATRIX_TO_VECTOR = 16
+
 _TARGET_TEMPLATE = """\
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -98,6 +103,11 @@ class Device:
             major=major,
             minor=minor,
         )
+
+    @property
+    def vector_flops_per_second(self) -> float:
+        """Peak rate outside of the matrix units."""
+        return self.bf16_flops_per_second / _MATRIX_TO_VECTOR
 
     def matmul_flops_per_second(self, dtype: str) -> float:
         """Peak rate for matrix operands of an HLO type; 8 bit and narrower count as bf16."""
