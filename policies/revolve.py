@@ -6,7 +6,7 @@ joint graph: places where a single value goes from one stretch of the forward pa
 without such a place is one stage; use `ilp` there.
 
 Guarantee: with `snapshots`, the fewest forward steps for equal stages, t(l, s) = r l - C(s + r, r - 1); under a
-budget the cheapest persistent schedule of the chain (see `remat.policies.solvers.chains`, which lists the
+budget the cheapest persistent schedule of the chain (see `remat.policies.solvers.chain.program`, which lists the
 departures): a checkpoint is held until everything after it is reversed, and a stage's input while the stage runs.
 That is the optimum for equal stages whose backward parts read what the forward parts make, and a heuristic
 otherwise; where the backward pass does not read some values of the chain, the plan's notes say so. Complexity:
@@ -24,7 +24,8 @@ from remat.core.interrupt import ended
 from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, condense
 from remat.policies.buffers.within import Pool, decision_of, infeasible
-from remat.policies.solvers.chains import chain_of, revolve, solve_chain
+from remat.policies.solvers.chain.find import chain_of
+from remat.policies.solvers.chain.solve import revolve, solve_chain
 
 __all__ = ["Revolve"]
 

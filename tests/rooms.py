@@ -24,6 +24,7 @@ ROOMS: tuple[str, ...] = (
     "memory",
     "policies.base",
     "policies.solvers",
+    "policies.solvers.chain",
     "policies.exact",
     "policies.buffers",
     "policies",

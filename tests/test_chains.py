@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -16,20 +16,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from remat.core.errors import PolicyError
-from remat.policies.solvers.chains import (
-    Chain,
-    ChainStage,
-    Step,
-    chain_of,
-    prepare_chain,
-    revolve,
-    revolve_schedule,
-    revolve_steps,
-    run_steps,
-    solve_chain,
-    solve_stages,
-    stages_of,
-)
+from remat.policies.solvers.chain.find import Chain, chain_of
+from remat.policies.solvers.chain.measure import _Measure, stages_of
+from remat.policies.solvers.chain.program import solve_stages
+from remat.policies.solvers.chain.revolve import revolve_schedule, revolve_steps
+from remat.policies.solvers.chain.schedule import ChainStage, ChainStep, StageOption
+from remat.policies.solvers.chain.solve import prepare_chain, revolve, solve_chain
+from remat.policies.solvers.chain.write import run_steps
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
 from remat.policies.solvers.segments import sequence_of_saved, sqrt_segments
 from tests.programs import public_graph
@@ -49,6 +42,61 @@ CHAIN_A = {
     100: {3: 4950, 5: 397, 8: 184, 12: 125, 16: 86, 22: 80, 32: 70, 52: 50},
 }
 CHAIN_B = {3: 15, 4: 5, 5: 3, 6: 2, 7: 1, 8: 0}
+
+
+def rotor_stage(
+    forward_cost: float,
+    output_bytes: int,
+    tape_bytes: int,
+    *,
+    gradient_bytes: int | None = None,
+    forward_workspace_bytes: int = 0,
+    backward_workspace_bytes: int = 0,
+    options: Sequence[tuple[float, int]] = (),
+) -> ChainStage:
+    """Makes a stage in rotor's terms.
+
+    Args:
+        forward_cost: of one run.
+        output_bytes: of the activation it hands on.
+        tape_bytes: of everything its backward part reads besides the input and the gradient, the output
+            included; at least `output_bytes`.
+        gradient_bytes: of the output's gradient, default `output_bytes`.
+        forward_workspace_bytes: while it runs, besides input and results.
+        backward_workspace_bytes: while its backward part runs, besides input, tape and the output's
+            gradient; the input's gradient belongs here.
+        options: further plans as `(extra_cost, tape_bytes)`: a smaller tape, and the cost of computing the
+            difference again in the backward part.
+    """
+    chosen: list[StageOption] = []
+    gradient = output_bytes if gradient_bytes is None else gradient_bytes
+    for extra_cost, taped in ((0.0, tape_bytes), *options):
+        if not output_bytes <= taped <= tape_bytes:
+            raise PolicyError(
+                f"rotor_stage: an option tapes {taped} bytes, expected from output_bytes="
+                f"{output_bytes} to tape_bytes={tape_bytes}"
+            )
+        peak = taped + forward_workspace_bytes
+        chosen.append(
+            StageOption(
+                tape_bytes=taped - output_bytes,
+                tape_cost=forward_cost,
+                leaf_cost=forward_cost,
+                backward_extra_cost=extra_cost,
+                tape_peak_bytes=peak,
+                leaf_peak_bytes=peak,
+                first_peak_bytes=peak,
+                # What a smaller tape lacks is there again while the backward part runs.
+                backward_peak_bytes=gradient + tape_bytes + backward_workspace_bytes,
+                tapes_output=True,
+                held_leaf_cost=0.0 if taped == output_bytes else forward_cost,
+                held_leaf_peak_bytes=peak,
+            )
+        )
+    forward_peak = output_bytes + forward_workspace_bytes
+    return ChainStage(
+        forward_cost, output_bytes, gradient, forward_peak, forward_peak, tuple(chosen)
+    )
 
 
 def chain_a(
@@ -266,25 +314,25 @@ def test_no_plan_beats_the_search_and_none_exceeds_its_budget(n: int, own: bool,
 
 def schedules(
     stages: tuple[ChainStage, ...], first: int, last: int, held: bool
-) -> Iterator[tuple[Step, ...]]:
+) -> Iterator[tuple[ChainStep, ...]]:
     """All persistent schedules of stages first to last, written out by their definition."""
     initial = last == len(stages) - 1
     options = range(len(stages[first].options))
     if first == last:
         for option in options:
-            steps = [Step("leaf", first, first, option, initial)]
-            yield (*steps, Step("release", first + 1, first + 1)) if held else tuple(steps)
+            steps = [ChainStep("leaf", first, first, option, initial)]
+            yield (*steps, ChainStep("release", first + 1, first + 1)) if held else tuple(steps)
         return
     for right in schedules(stages, first + 1, last, held):
         for option in options:
-            tape = Step("tape", first, first, option, initial)
-            back = Step("backward", first, first, option)
-            yield (tape, *right, Step("release", first + 1, first + 1), back)
+            tape = ChainStep("tape", first, first, option, initial)
+            back = ChainStep("backward", first, first, option)
+            yield (tape, *right, ChainStep("release", first + 1, first + 1), back)
     for split in range(first + 1, last + 1):
-        sweep = Step("sweep", first, split - 1, first=initial)
+        sweep = ChainStep("sweep", first, split - 1, first=initial)
         for right in schedules(stages, split, last, held):
             for left in schedules(stages, first, split - 1, False):
-                yield (sweep, *right, Step("release", split, split), *left)
+                yield (sweep, *right, ChainStep("release", split, split), *left)
             for left in schedules(stages, first, split - 1, True):
                 yield (sweep, *right, *left)
 
@@ -420,7 +468,7 @@ def test_more_memory_never_costs_more_and_finer_slots_are_exact(count: int, seed
         output = rng.randint(1, 6)
         tape = output + rng.randint(0, 9)
         options = [(float(rng.randint(1, 5)), rng.randint(output, tape))]
-        stages.append(ChainStage.of(rng.randint(1, 9), output, tape, options=options))
+        stages.append(rotor_stage(rng.randint(1, 9), output, tape, options=options))
     costs = []
     for budget in range(0, 80):
         plan = solve_stages(stages, budget)
@@ -433,7 +481,7 @@ def test_more_memory_never_costs_more_and_finer_slots_are_exact(count: int, seed
 def test_a_stage_in_rotor_terms_by_hand() -> None:
     # Two equal stages: output 2, tape 5, gradient 2. With everything taped the last backward part finds
     # 5 + 5 bytes of tapes and its gradient.
-    stage = ChainStage.of(3.0, 2, 5)
+    stage = rotor_stage(3.0, 2, 5)
     plan = solve_stages([stage, stage], 12)
     assert plan is not None
     assert [step.kind for step in plan.steps] == ["tape", "leaf", "release", "backward"]
@@ -446,25 +494,23 @@ def test_a_stage_in_rotor_terms_by_hand() -> None:
     assert tight.extra_cost == 3.0
     assert solve_stages([stage, stage], 8) is None
     # An option with a smaller tape for a cost of 1 is better than the whole stage again.
-    cheap = ChainStage.of(3.0, 2, 5, options=[(1.0, 3)])
+    cheap = rotor_stage(3.0, 2, 5, options=[(1.0, 3)])
     with_option = solve_stages([cheap, stage], 10)
     assert with_option is not None
     assert with_option.extra_cost == 1.0
 
 
 def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.policies.solvers import chains as _chains
-
     problem = chain_a(50, own=True)
     chain = found_chain(problem)
     measured: list[int] = []
-    original = _chains._Measure.stage
+    original = _Measure.stage
 
     def counted(self, max_options: int) -> ChainStage:
         measured.append(self.segment.forward.start)
         return original(self, max_options)
 
-    monkeypatch.setattr(_chains._Measure, "stage", counted)
+    monkeypatch.setattr(_Measure, "stage", counted)
     stages = stages_of(chain)
     assert len(stages) == len(chain.segments) > 45
     assert len(measured) <= 4
@@ -558,7 +604,7 @@ def test_two_values_abreast_are_no_chain() -> None:
 def test_a_hundred_stages_with_options_are_solved_in_seconds() -> None:
     rng = random.Random(0)
     stages = [
-        ChainStage.of(
+        rotor_stage(
             rng.randint(1, 9),
             rng.randint(10, 30),
             rng.randint(40, 200),
@@ -584,8 +630,8 @@ def test_a_hundred_stages_with_options_are_solved_in_seconds() -> None:
         (lambda: revolve_schedule(5, 0), "initial state needs a snapshot"),
         (lambda: solve_stages([], 5), "at least 1 stage"),
         (lambda: ChainStage(1, 1, 1, 1, 1, ()), "at least one option"),
-        (lambda: ChainStage.of(1, 5, 4), "expected from output_bytes=5"),
-        (lambda: ChainStage.of(-1.0, 1, 1), "must not be negative"),
+        (lambda: rotor_stage(1, 5, 4), "expected from output_bytes=5"),
+        (lambda: rotor_stage(-1.0, 1, 1), "must not be negative"),
         (lambda: solve_chain(chain_a(3), 5, max_stages=0), "at least 1"),
         (lambda: stages_of(found_chain(chain_a(3)), max_options=1), "at least 2"),
     ],

@@ -21,7 +21,8 @@ from remat.policies.exact.cut import cut_bound
 from remat.policies.exact.milp import solve_restricted
 from remat.policies.ilp import Ilp
 from remat.policies.revolve import Revolve
-from remat.policies.solvers.chains import chain_of, solve_chain
+from remat.policies.solvers.chain.find import chain_of
+from remat.policies.solvers.chain.solve import solve_chain
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
 
 # In the last stage node 2 runs before node 0: no sequence that repeats in order has this peak.
