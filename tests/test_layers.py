@@ -79,8 +79,8 @@ from remat.policies import get_policy
 made_by = (None, 0, 1, None)
 values = tuple(Value(i, (256,), "float32", 1024, made_by[i]) for i in range(4))
 ops = (
-    Op(0, "tanh", (0,), (1,), "forward", flops=256, bytes_moved=2048, fusible=True),
-    Op(1, "mul", (1, 3), (2,), "backward", flops=256, bytes_moved=3072, fusible=True),
+    Op(0, "tanh", (0,), (1,), 256, 2048, "forward", fusible=True),
+    Op(1, "mul", (1, 3), (2,), 256, 3072, "backward", fusible=True),
 )
 graph = Graph(values, ops, inputs=(0,), cotangents=(3,), outputs=(1,), gradients=(2,))
 plan = make_plan(graph, get_policy("min_cut"))
