@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,11 @@ def identifier(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-WITH_CODE = [page for page in PAGES if any(skip is None for *_, skip in blocks(page, "python"))]
+WITH_CODE = [
+    pytest.param(page, marks=[] if page.name == "README.md" else [pytest.mark.slow])
+    for page in PAGES
+    if any(skip is None for *_, skip in blocks(page, "python"))
+]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=identifier)
@@ -74,9 +79,9 @@ def test_few_blocks_are_skipped() -> None:
     assert len(skipped) <= MAX_SKIPPED, skipped
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 def test_skipped_code_runs_where_it_can(tmp_path: Path) -> None:
-    pytest.importorskip("jax_cuda13_plugin")
     page = ROOT / "docs" / "cpu-and-gpu.md"
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(code for _, code, _ in blocks(page, "python")))
@@ -95,15 +100,19 @@ def remat_commands() -> list[str]:
     return [line for line in dict.fromkeys(lines) if line.startswith("remat ")]
 
 
-@pytest.mark.parametrize("command", remat_commands())
+def _command(line: str) -> Any:
+    marks = [pytest.mark.gpu_compile] if "--device" in line else []
+    return pytest.param(line, marks=marks)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("command", [_command(line) for line in remat_commands()])
 def test_commands_run(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Console lines that begin with `remat`, run in the checkout."""
     from remat.tools.cli import main
 
-    if "--device" in command:
-        pytest.importorskip("jax_cuda13_plugin", reason="the GPU compiler is not installed")
     monkeypatch.chdir(ROOT)
     assert main(command.split()[1:]) == 0
     assert capsys.readouterr().out
@@ -172,13 +181,16 @@ def test_every_policy_has_a_section() -> None:
 
 
 def public_names() -> list[str]:
-    """What `remat/__init__.py` exports: its explicit re-exports, `import x as x`."""
-    tree = ast.parse((ROOT / "remat" / "__init__.py").read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = [alias.asname for node in imports for alias in node.names if alias.asname]
-    return [f"remat.{name}" for name in names] + [
-        f"remat.policies.{name}" for name in remat.policies.__all__
-    ]
+    """What `remat` and `remat.policies` export: their explicit re-exports, `import x as x`."""
+    found: list[str] = []
+    for module, folder in (("remat", "remat"), ("remat.policies", "policies")):
+        tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+        imports = [
+            node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        names = [alias.asname for node in imports for alias in node.names if alias.asname]
+        found += [f"{module}.{name}" for name in names]
+    return found
 
 
 @pytest.mark.parametrize("name", public_names())
