@@ -48,7 +48,7 @@ Before, XLA:CPU's pass ``cse_barrier_expander`` deletes optimization barriers, a
 subexpression elimination merges recomputed values with the ones they replace.
 """
 
-_LARGE_CONSTANT_BYTES = 4096
+_LARGE_CONSTANT_BYTES = 4096  # smaller constants of a program are not worth a note; chosen by look
 _KEPT = (
     "optimization barriers were kept: compiled with xla_disable_hlo_passes=cse_barrier_expander; "
     "a plain jit on CPU does not do this (see remat.compiler.compile.compiler_options)"

@@ -42,7 +42,7 @@ import json, sys
 from remat.compiler.targets import compile_sample
 compile_sample(*json.loads(sys.argv[1]))
 """
-_SAMPLE_SECONDS = 300
+_SAMPLE_SECONDS = 300  # a sample that is compiled in a second hangs if it takes as long
 
 
 def target_device(name: str | None) -> Device | None:

@@ -16,6 +16,10 @@ from remat.plans.report import human_bytes, table
 
 __all__ = ["BatchTrial", "MaxBatch", "max_batch"]
 
+# How many times the largest size that fits the next one may be at most, while none is known not to: a line through
+# two small sizes knows little. Chosen by look; compiles depend on it, the result does not.
+_FURTHEST = 8
+
 
 @dataclass(frozen=True)
 class BatchTrial:
@@ -240,7 +244,6 @@ def _next_size(
         if slope > 0:
             guess = int(a + (limit_bytes - total_a) / slope)
     if high is None:
-        # At most eight times further at once: a line through two small sizes knows little.
-        guess = max(min(guess, 8 * low), low + 1)
+        guess = max(min(guess, _FURTHEST * low), low + 1)
         return guess if last is None else min(guess, last)
     return max(min(guess, high - 1), low + 1)

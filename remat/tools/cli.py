@@ -33,6 +33,7 @@ __all__ = ["main"]
 
 _TARGET_HELP = "module:factory; the factory takes no arguments and returns (function, args)"
 _DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")  # dxg: WSL
+# When progress is shown, and how often a line is repeated that stays the same. Chosen by look.
 _SHOW_AFTER_SECONDS = 1.0
 _REPEAT_SECONDS = 15.0
 
