@@ -101,7 +101,7 @@ def remat_commands() -> list[str]:
 
 
 def _command(line: str) -> Any:
-    marks = [pytest.mark.gpu_compile] if "--device" in line else []
+    marks = [pytest.mark.gpu_compile, pytest.mark.slow] if "--device" in line else []
     return pytest.param(line, marks=marks)
 
 
