@@ -55,6 +55,7 @@ def test_signatures_begin_with_flaxs() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_gpt_blocks_are_bit_equal_operator_by_operator(scan: bool) -> None:
     config = dataclasses.replace(gpt.GPT_TINY, scan_layers=scan, layers=2, width=32, context=16)

@@ -199,6 +199,7 @@ def test_names_are_those_of_flax(policy: Any, net: Callable[[Wrap], nn.Module]) 
     assert shapes_of(net(ours(policy))) == shapes_of(net(nn.remat))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("net", "policy"), [(unrolled, None), (unrolled, "min_cut"), (scanned, "full")]
 )
@@ -206,6 +207,7 @@ def test_initial_values_are_those_of_flax(policy: Any, net: Callable[[Wrap], nn.
     assert_same(init(net(ours(policy))), init(net(nn.remat)), rtol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("net", "policy"),
     [
@@ -231,6 +233,7 @@ def test_a_checkpoint_carries_over(
         assert_same(got, want)
 
 
+@pytest.mark.slow
 def test_an_orbax_checkpoint_carries_over(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     theirs, mine = scanned(nn.remat), scanned(ours("min_cut"))

@@ -627,6 +627,7 @@ def test_a_policy_with_a_budget_applies_what_it_plans(variant: str) -> None:
     assert str(jax.make_jaxpr(jax.grad(function, (0, 1)))(*arrays())) == str(want)
 
 
+@pytest.mark.sample(3)
 @variants
 def test_these_plans_recompute_what_their_names_promise(variant: str) -> None:
     """Without this the tests above could pass on plans that keep everything."""
@@ -652,6 +653,7 @@ def _transforms() -> Iterator[Any]:
             yield pytest.param(variant, name, marks=[] if quick else [pytest.mark.slow])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("variant", "transform"), list(_transforms()))
 def test_schedules_of_many_stages_under_transforms(variant: str, transform: str) -> None:
     make = TRANSFORMS[transform]

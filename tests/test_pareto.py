@@ -278,6 +278,7 @@ def test_names_of_smallest_peaks() -> None:
     assert caught.value.smallest_peak_bytes == full.peak_bytes
 
 
+@pytest.mark.slow
 def test_loops() -> None:
     loss, args = cases.gpt_blocks_scan_small()
     found = pareto(loss, *args, remat_policy=Cuts(), points=2)
