@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 from remat.core.errors import PolicyError
 from remat.policies.solvers.chain.find import Chain, chain_of
@@ -290,7 +291,7 @@ def test_unit_chains_against_a_search_over_all_sequences(n: int, own: bool) -> N
         assert (None if plan is None else plan.extra_cost) == cheapest(problem, budget)
 
 
-@settings(max_examples=40, deadline=None)
+@laws(40)
 @given(st.integers(2, 5), st.booleans(), st.integers(0, 2**32))
 def test_no_plan_beats_the_search_and_none_exceeds_its_budget(n: int, own: bool, seed: int) -> None:
     rng = random.Random(seed)
@@ -337,7 +338,7 @@ def schedules(
                 yield (sweep, *right, *left)
 
 
-@settings(max_examples=25, deadline=None)
+@laws(25)
 @given(st.integers(2, 3), st.booleans(), st.integers(0, 2**32))
 def test_the_program_finds_the_cheapest_of_all_persistent_schedules(
     n: int, own: bool, seed: int
@@ -407,7 +408,7 @@ def block_problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@laws(150)
 @given(block_problems(), st.floats(0.3, 1.0), st.sampled_from([7, 40, 500]))
 def test_budgets_hold_on_random_blocks_however_coarse_the_slots(
     problem: Problem, ratio: float, slots: int
@@ -421,7 +422,7 @@ def test_budgets_hold_on_random_blocks_however_coarse_the_slots(
         assert solve_chain(problem, budget, slots=slots) == plan
 
 
-@settings(max_examples=100, deadline=None)
+@laws(100)
 @given(block_problems())
 def test_chains_found_are_chains(problem: Problem) -> None:
     chain = chain_of(problem)
@@ -443,7 +444,7 @@ def test_chains_found_are_chains(problem: Problem) -> None:
             } <= segment.gradients
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(block_problems())
 def test_the_program_prices_its_plan_as_replay_does(problem: Problem) -> None:
     chain = chain_of(problem)
@@ -459,7 +460,7 @@ def test_the_program_prices_its_plan_as_replay_does(problem: Problem) -> None:
             assert judged.peak_bytes <= budget + chain.pinned_bytes
 
 
-@settings(max_examples=20, deadline=None)
+@laws(20)
 @given(st.integers(1, 8), st.integers(0, 2**32))
 def test_more_memory_never_costs_more_and_finer_slots_are_exact(count: int, seed: int) -> None:
     rng = random.Random(seed)

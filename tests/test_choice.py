@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 from remat.policies.exact.cut import cut_bound
 from remat.policies.solvers.choice import Choice, ChoiceProblem, replay_choices
@@ -124,7 +125,7 @@ def test_the_relaxation_has_what_all_selections_share() -> None:
     assert problem.relaxed(in_place=True).inputs == ((), (), (1,), (1, 2), ())
 
 
-@settings(max_examples=80, deadline=None)
+@laws(80)
 @given(st.data())
 def test_a_bound_of_the_relaxation_holds_for_every_plan(data: st.DataObject) -> None:
     problem = data.draw(choice_problems())
@@ -154,7 +155,7 @@ def test_a_problem_of_one_choice_is_the_problem() -> None:
 # -- the referee --------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@laws(120)
 @given(st.data())
 def test_the_referee_agrees_with_that_of_the_selected_problem(data: st.DataObject) -> None:
     problem = data.draw(choice_problems())

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 import remat
 import remat.linen
@@ -307,7 +308,7 @@ def test_linen_and_nnx_wrappers() -> None:
 
 
 @given(st.floats(0, 1e-9), st.floats(0, 1e-9))
-@settings(max_examples=50, deadline=None)
+@laws(50)
 def test_a_higher_price_never_keeps_more(one: float, other: float) -> None:
     options = MENUS.of(remat.plan(LOSS, *ARGS).graph)
     low, high = (choose_option(options, price) for price in sorted((one, other)))
@@ -557,7 +558,7 @@ def options(limit: int, max_compiles: int = 6) -> Options:
     st.integers(2, 8),
 )
 @example([10, 1000], 1.0, 0, 1010, 2)
-@settings(max_examples=300, deadline=None)
+@laws(300)
 def test_search_finds_what_fits_if_anything_does(
     predictions: list[int], factor: float, offset: int, limit: int, max_compiles: int
 ) -> None:
@@ -573,7 +574,7 @@ def test_search_finds_what_fits_if_anything_does(
 
 
 @given(st.floats(0.5, 2.0), st.integers(0, 10**5), st.floats(0.05, 0.95))
-@settings(max_examples=200, deadline=None)
+@laws(200)
 def test_a_linear_compiler_is_met_closely(factor: float, offset: int, share: float) -> None:
     """Any prediction can be had: then at most 5 % of the memory is left unused."""
     top = 10**6
@@ -627,7 +628,7 @@ def test_plans_of_another_kind_are_the_last_resort() -> None:
     st.one_of(st.none(), st.integers(0, 500)),
     st.integers(1, 10**7),
 )
-@settings(max_examples=300, deadline=None)
+@laws(300)
 def test_largest_is_the_largest(
     constant: int, slope: int, bend: float, first: int, more: int | None, limit: int
 ) -> None:

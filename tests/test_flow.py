@@ -8,12 +8,13 @@ import random
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 from remat.policies.solvers.flow import INFINITE, Cut, minimum_cut
 
-exact = settings(deadline=None, max_examples=80, derandomize=True)
+exact = laws(80)
 Edge = tuple[int, int, int]
 Net = tuple[int, list[Edge]]
 

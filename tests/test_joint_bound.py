@@ -6,8 +6,9 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 from remat.policies.exact.any_order import build_any
 from remat.policies.exact.cut import cut_bound
@@ -45,7 +46,7 @@ def _budget(rng: random.Random, problem: Problem) -> int:
     return rng.randint(problem.floor_bytes, max(problem.floor_bytes, peak_of_order(problem) - 1))
 
 
-@settings(max_examples=120, deadline=None)
+@laws(120)
 @given(st.integers(0, 2**32))
 def test_the_smaller_problem_is_a_relaxation(seed: int) -> None:
     rng = random.Random(seed)
@@ -56,7 +57,7 @@ def test_the_smaller_problem_is_a_relaxation(seed: int) -> None:
     assert _least(small.problem, budget) <= _least(problem, budget) + 1e-9
 
 
-@settings(max_examples=80, deadline=None)
+@laws(80)
 @given(st.integers(0, 2**32))
 def test_the_program_is_below_every_sequence(seed: int) -> None:
     rng = random.Random(seed)
@@ -71,7 +72,7 @@ def test_the_program_is_below_every_sequence(seed: int) -> None:
     assert bound <= _least(problem, budget) + 1e-5
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(st.integers(0, 2**32))
 def test_the_joint_bound_is_below_every_sequence(seed: int) -> None:
     rng = random.Random(seed)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 from published_checkmate import solve_checkmate
 from reference_chains import chain_a, chain_a_extra, chain_b, chain_b_extra, forward_steps
 
@@ -162,7 +163,7 @@ def budgets(problem: Problem) -> st.SearchStrategy[int]:
 # -- small graphs: equal to brute force --------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(st.data())
 def test_optimum_equals_brute_force(data: st.DataObject) -> None:
     problem = data.draw(small_problems())
@@ -174,7 +175,7 @@ def test_optimum_equals_brute_force(data: st.DataObject) -> None:
         assert solved.status == ("optimal" if math.isfinite(expected) else "infeasible")
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(st.data())
 def test_refinement_equals_brute_force(data: st.DataObject) -> None:
     """The relaxations, which small graphs would skip."""
@@ -187,7 +188,7 @@ def test_refinement_equals_brute_force(data: st.DataObject) -> None:
     assert solved.extra_cost == staged_extra(problem, budget)
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(st.data())
 def test_bounds_never_exceed_the_optimum(data: st.DataObject) -> None:
     problem = data.draw(small_problems())
@@ -207,7 +208,7 @@ def test_bounds_never_exceed_the_optimum(data: st.DataObject) -> None:
     assert rounded.bound <= optimum + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@laws(40)
 @given(st.data())
 def test_relaxations_stay_below_the_optimum(data: st.DataObject) -> None:
     problem = data.draw(small_problems())
@@ -224,7 +225,7 @@ def test_relaxations_stay_below_the_optimum(data: st.DataObject) -> None:
     assert outcome.bound * model.unit <= optimum + 1e-6
 
 
-@settings(max_examples=30, deadline=None)
+@laws(30)
 @given(st.data())
 def test_a_start_is_a_feasible_point_of_the_program(data: st.DataObject) -> None:
     """Assignments are complete and exact: fixing every column to them is feasible at the same cost."""
@@ -549,7 +550,7 @@ def test_stopped_relaxations_are_bounds() -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@laws(30)
 def test_any_duals_bound_the_relaxation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = Rows()

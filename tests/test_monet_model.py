@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_graphs import laws
 from published_checkmate import solve_checkmate
 from test_choice import choice_problems
 from test_milp import small_problems, training
@@ -149,7 +150,7 @@ def test_the_optimum_equals_brute_force(in_place: bool, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(st.data())
 def test_the_program_alone_equals_brute_force(in_place: bool, data: st.DataObject) -> None:
     """Without the starts that the solver tries first, and with its plan judged by the referee."""
@@ -169,7 +170,7 @@ def test_the_program_alone_equals_brute_force(in_place: bool, data: st.DataObjec
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@settings(max_examples=40, deadline=None)
+@laws(40)
 @given(st.data())
 def test_a_start_is_a_feasible_point_of_the_program(in_place: bool, data: st.DataObject) -> None:
     """Assignments are complete and exact: fixing every column to them is feasible at the same cost."""
@@ -195,7 +196,7 @@ def test_a_start_is_a_feasible_point_of_the_program(in_place: bool, data: st.Dat
 # -- a single choice ----------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(st.data())
 def test_one_choice_per_node_has_the_optimum_of_the_other_programs(data: st.DataObject) -> None:
     problem = data.draw(small_problems(most=6))

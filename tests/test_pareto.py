@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 import remat
 from models import cases, mlp
@@ -245,7 +246,7 @@ def test_bad_budgets(options: dict[str, Any], words: str) -> None:
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@laws(60)
 def test_smallest_plan(peaks: list[int], names: bool, loops: bool) -> None:
     """Whatever a planner has: if its errors name the smallest peak, that is what is found."""
 

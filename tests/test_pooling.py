@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from random_graphs import laws
 
 from remat.compiler.compile import CompileReport, compile_report
 from remat.core.errors import TraceError
@@ -141,7 +142,7 @@ def pools(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
+@laws(30)
 @given(pools(), st.sampled_from(DTYPES), st.sampled_from(["ties", "special"]), st.integers(0, 99))
 def test_any_pool_is_bit_equal_to_jax(pool: Any, dtype: str, kind: str, seed: int) -> None:
     check(pool, dtype, kind, seed)
@@ -156,7 +157,7 @@ def select_by_hand(window: list[float]) -> int:
     return selected
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@laws(200)
 @given(
     st.lists(
         st.one_of(st.sampled_from([0.0, -0.0, 1.0, np.nan, np.inf, -np.inf]), st.floats(width=32)),

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -32,6 +32,7 @@ _ENUMERATE = """
 import gc, importlib, json, pkgutil, sys
 import jax
 from jax.extend.core import Primitive
+from random_graphs import laws
 for module in pkgutil.walk_packages(jax.__path__, "jax.", onerror=lambda name: None):
     try:
         importlib.import_module(module.name)
@@ -249,7 +250,7 @@ _DOTS = ["ij,jk->ik", "ij,kj->ik", "ji,jk->ki", "bij,bjk->bik", "bhqd,bhkd->bhqk
 
 @pytest.mark.parametrize("spec", _DOTS)
 @given(sizes=st.lists(st.integers(2, 7), min_size=8, max_size=8))
-@settings(deadline=None, max_examples=10)
+@laws(10)
 def test_dot_general_counts_as_xla(spec: str, sizes: list[int]) -> None:
     size = dict(zip("bijklhqd", sizes, strict=True))
     operands = [
@@ -314,7 +315,7 @@ def taps_by_hand(
     feature_groups=st.sampled_from([1, 3]),
     layout=st.sampled_from([("NCHW", "OIHW", "NCHW"), ("NHWC", "HWIO", "NHWC")]),
 )
-@settings(deadline=None, max_examples=40)
+@laws(40)
 def test_convolution_counts_by_hand(
     stride: int,
     lhs_dilation: int,

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 from benchmarks.layered import chain, graph_folder, layered, published, training
 from remat.policies.solvers import search as searching
@@ -271,7 +272,7 @@ def test_an_impossible_budget_gives_the_smallest_peak() -> None:
 
 
 @given(st.randoms(use_true_random=False), st.floats(0, 1), st.integers(0, 2**40))
-@settings(max_examples=25, deadline=None)
+@laws(25)
 def test_results_are_valid_and_never_worse_than_the_start(
     rng: random.Random, share: float, seed: int
 ) -> None:
@@ -289,7 +290,7 @@ def test_results_are_valid_and_never_worse_than_the_start(
 
 
 @given(st.randoms(use_true_random=False), st.floats(0, 1))
-@settings(max_examples=30, deadline=None)
+@laws(30)
 def test_searching_orders_gives_the_same_graph_renumbered(rng: random.Random, share: float) -> None:
     problem = random_problem(rng, 20, turn=False)
     budget = budget_between(problem, share)

@@ -9,8 +9,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import laws
 
 from remat.core.errors import PolicyError
 from remat.policies.buffers.within import as_late_as_possible
@@ -94,7 +95,7 @@ def all_plans(problem: Problem) -> dict[str, SegmentPlan]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@laws(150)
 @given(training_problems())
 def test_every_plan_is_valid_deterministic_and_states_its_replay(problem: Problem) -> None:
     first, second = all_plans(problem), all_plans(problem)
@@ -107,7 +108,7 @@ def test_every_plan_is_valid_deterministic_and_states_its_replay(problem: Proble
         assert plan.cuts == tuple(sorted(set(plan.cuts))), name
 
 
-@settings(max_examples=150, deadline=None)
+@laws(150)
 @given(training_problems(), st.randoms(use_true_random=False))
 def test_repetitions_can_be_as_late_as_possible(problem: Problem, rng: random.Random) -> None:
     sequence = random_sequence(problem, rng)
@@ -135,7 +136,7 @@ def test_what_is_read_by_the_next_block_is_not_made_before_this_one() -> None:
     assert as_late_as_possible(problem, [0, 1, 2, 3, 1, 4, 0, 5]) == (0, 1, 2, 3, 1, 4, 0, 5)
 
 
-@settings(max_examples=150, deadline=None)
+@laws(150)
 @given(training_problems())
 def test_only_the_recursion_runs_a_node_more_than_twice(problem: Problem) -> None:
     for name, plan in all_plans(problem).items():
@@ -149,7 +150,7 @@ def test_only_the_recursion_runs_a_node_more_than_twice(problem: Problem) -> Non
             assert runs[node] == 1 or node < problem.turn
 
 
-@settings(max_examples=150, deadline=None)
+@laws(150)
 @given(training_problems(), st.data())
 def test_sequence_of_saved_keeps_exactly_what_was_asked_and_repeats_the_rest_late(
     problem: Problem, data: st.DataObject
@@ -185,7 +186,7 @@ def _assert_late(problem: Problem, sequence: tuple[int, ...]) -> None:
         group.clear()
 
 
-@settings(max_examples=100, deadline=None)
+@laws(100)
 @given(training_problems())
 def test_dropping_after_every_node_needs_no_more_memory_at_the_turn_and_all_saved_costs_nothing(
     problem: Problem,
@@ -199,7 +200,7 @@ def test_dropping_after_every_node_needs_no_more_memory_at_the_turn_and_all_save
     assert len(lean) >= len(held)
 
 
-@settings(max_examples=100, deadline=None)
+@laws(100)
 @given(training_problems())
 def test_crossing_bytes_against_the_definition(problem: Problem) -> None:
     expected = [
@@ -213,7 +214,7 @@ def test_crossing_bytes_against_the_definition(problem: Problem) -> None:
     assert crossing_bytes(problem).tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
+@laws(100)
 @given(training_problems(max_forward=9), st.integers(1, 4))
 def test_cuts_are_the_narrowest_that_divide_the_bytes(problem: Problem, k: int) -> None:
     n = problem.turn
@@ -288,7 +289,7 @@ def test_grid_search_on_unit_chains(n: int, peak: int, extra: int) -> None:
     assert (plan.peak_bytes, plan.extra_cost) == (peak, extra)
 
 
-@settings(max_examples=60, deadline=None)
+@laws(60)
 @given(training_problems(), st.integers(1, 6))
 def test_grid_search_is_no_worse_than_the_runs_it_starts_from(problem: Problem, size: int) -> None:
     found = grid_search(problem, size)
