@@ -20,6 +20,7 @@ from remat.compat.barriers import tied
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Value
 from remat.lower.encode import decode, encode
+from remat.plans.liveness import read_before_made
 from remat.plans.plan import Plan
 from remat.plans.steps import Step
 from remat.trace.custom_rules import Rule, with_rule, without_rule
@@ -53,32 +54,16 @@ class Staged:
     @cached_property
     def crossing(self) -> _Crossing:
         """The residuals: everything the backward steps read before they make it themselves."""
-        program, made = self.joint.program, set[int]()
-        reads: dict[int, None] = {}
-        bits: dict[int, None] = {}
-        packed: set[int] = set()
+        program, graph = self.joint.program, self.joint.graph
+        needed = read_before_made(graph, self.plan.schedule.backward, graph.gradients)
         own = {*program.inputs[self.joint.num_inputs :]}
-        for step in self.plan.schedule.backward:
-            if step.action == "compute":
-                equation = program.equations[step.target]
-                reads.update((v, None) for v in equation.reads if v not in made)
-                made.update(equation.outputs)
-            elif step.action == "encode":
-                packed.add(step.target)
-            elif step.action == "decode":
-                if step.target not in packed:
-                    bits[step.target] = None
-                made.add(step.target)
-        reads.update(
-            (a, None) for a in self.joint.gradient_atoms if isinstance(a, int) and a not in made
-        )
         known = {v for v, c in program.constants.items() if not compat.is_tracer(c)} | own
-        wanted = [v for v in reads if v not in known]
+        wanted = [v for v in needed.raw if v not in known]
         inputs = set(program.inputs)
         return _Crossing(
             inputs=tuple(v for v in wanted if v in inputs),
             raw=tuple(v for v in wanted if v not in inputs),
-            bits=tuple(bits),
+            bits=needed.encoded,
         )
 
     def forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from remat.core.graph import Graph
 from remat.memory.execution import Execution, Working
-from remat.memory.instances import Action, Builder, actions_of
+from remat.memory.instances import Builder, steps_of
+from remat.plans.liveness import read_before_made
 from remat.plans.steps import Schedule
 
 __all__ = ["body_executions"]
@@ -26,8 +27,8 @@ def body_executions(
         graph, schedule: as in `remat.memory.predict.predict`, of the loop's body.
         working: what the planned loops in the body need.
     """
-    steps = actions_of(graph, schedule)
-    turn = next((i for i, step in enumerate(steps) if step[0] == "turn"), len(steps))
+    steps = steps_of(graph, schedule)
+    turn = next((i for i, step in enumerate(steps) if step.action == "turn"), len(steps))
     ahead = Builder(graph, working, in_loop=True)
     ahead.given((*graph.inputs, *graph.constants))
     ahead.sliced(graph.inputs)
@@ -37,14 +38,17 @@ def body_executions(
     back.sliced(graph.inputs)
     carried = [v for v in graph.outputs if v in graph.carried]
     back.sliced(set(graph.cotangents) - _of_type(graph, graph.cotangents, carried))
-    raw, bits = _read_before_made(graph, steps[turn:])
-    back.crossing([v for v in raw if v in ahead.raw], packed=False)
-    back.crossing([v for v in bits if v in ahead.bits], packed=True)
+    needed = read_before_made(graph, steps[turn:], graph.gradients)
+    given = {*graph.inputs, *graph.constants, *graph.cotangents}
+    raw = [v for v in needed.raw if v in ahead.raw and v not in given]
+    bits = [v for v in needed.encoded if v in ahead.bits]
+    back.crossing(raw, packed=False)
+    back.crossing(bits, packed=True)
     back.run(steps[turn:], offset=turn)
     ahead.execution.results = [
         *(ahead.raw[v] for v in graph.outputs),
-        *(ahead.raw[v] for v in raw if v in ahead.raw),
-        *(ahead.bits[v] for v in bits if v in ahead.bits),
+        *(ahead.raw[v] for v in raw),
+        *(ahead.bits[v] for v in bits),
     ]
     back.execution.stacks = True
     back.execution.results = [back.raw[v] for v in graph.gradients]
@@ -53,30 +57,6 @@ def body_executions(
         back.execution, _of_type(graph, graph.gradients, carried)
     )
     return ahead.execution, back.execution
-
-
-def _read_before_made(graph: Graph, steps: Iterable[Action]) -> tuple[list[int], list[int]]:
-    """The raw and packed values that steps read before they make them, and gradients they never make."""
-    raw: dict[int, None] = {}
-    bits: dict[int, None] = {}
-    made: set[int] = set()
-    packed: set[int] = set()
-    for action, target, values in steps:
-        if action == "compute":
-            op = graph.ops[target]
-            raw.update((v, None) for v in op.inputs if v not in made)
-            made.update(op.outputs)
-        elif action == "encode":
-            packed.add(target)
-        elif action == "decode":
-            if target not in packed:
-                bits[target] = None
-            made.add(target)
-        elif action == "barrier":
-            raw.update((v, None) for v in values if v not in made)
-    raw.update((v, None) for v in graph.gradients if v not in made)
-    given = {*graph.inputs, *graph.constants, *graph.cotangents}
-    return [v for v in raw if v not in given and v not in bits], list(bits)
 
 
 def _made_by_loops(execution: Execution, carried: set[int]) -> set[int]:

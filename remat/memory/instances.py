@@ -25,21 +25,18 @@ from remat.memory.tables import (
     SCATTERS,
 )
 from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
-from remat.plans.steps import Schedule
+from remat.plans.steps import Schedule, Step
 
-__all__ = ["Action", "Builder", "actions_of", "execution_of"]
-
-Action = tuple[str, int, tuple[int, ...]]
-"""A step: its action, its target, the values that a barrier ties."""
+__all__ = ["Builder", "execution_of", "steps_of"]
 
 
-def actions_of(graph: Graph, schedule: Schedule | None) -> list[Action]:
+def steps_of(graph: Graph, schedule: Schedule | None) -> tuple[Step, ...]:
     """Returns a schedule's steps; without one every operator once, in the graph's order."""
     if schedule is not None:
-        return [(step.action, step.target, step.values) for step in schedule.steps]
-    steps: list[Action] = [("compute", op.id, ()) for op in graph.ops]
+        return schedule.steps
+    steps = [Step("compute", op.id) for op in graph.ops]
     first = next((op.id for op in graph.backward_ops()), len(steps))
-    return [*steps[:first], ("turn", -1, ()), *steps[first:]]
+    return (*steps[:first], Step("turn"), *steps[first:])
 
 
 def execution_of(graph: Graph, schedule: Schedule | None, working: Working) -> Execution:
@@ -51,7 +48,7 @@ def execution_of(graph: Graph, schedule: Schedule | None, working: Working) -> E
     """
     builder = Builder(graph, working)
     builder.given((*graph.inputs, *graph.constants, *graph.cotangents))
-    builder.run(actions_of(graph, schedule))
+    builder.run(steps_of(graph, schedule))
     execution = builder.execution
     execution.results = [builder.raw[v] for v in (*graph.gradients, *graph.outputs)]
     return execution
@@ -97,9 +94,10 @@ class Builder:
             self.execution.sources.add(index)
             self.execution.slices.add(index)
 
-    def run(self, steps: Sequence[Action], offset: int = 0) -> None:
+    def run(self, steps: Sequence[Step], offset: int = 0) -> None:
         """Executes steps."""
-        for index, (action, target, values) in enumerate(steps, start=offset):
+        for index, step in enumerate(steps, start=offset):
+            action, target, values = step.action, step.target, step.values
             if action == "compute":
                 self._compute(index, self.graph.ops[target])
             elif action == "encode":

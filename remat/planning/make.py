@@ -11,6 +11,7 @@ from remat.core.devices import get_device
 from remat.core.forms import form_of, stored_bytes
 from remat.core.graph import Graph
 from remat.memory.predict import peak_bytes, predict
+from remat.plans.liveness import read_before_made
 from remat.plans.plan import LoopPlan, Plan
 from remat.plans.record import Recomputed, Saved
 from remat.plans.schedule import build_schedule, no_remat_saved
@@ -118,13 +119,8 @@ def _peak_bytes(graph: Graph, schedule: Schedule, decision: Decision) -> int:
 
 def _read_back(graph: Graph, kept: frozenset[int], schedule: Schedule) -> list[int]:
     """The kept values that the backward pass really reads."""
-    reads = set(graph.gradients)
-    for step in schedule.backward:
-        if step.action == "compute":
-            reads.update(graph.ops[step.target].inputs)
-        elif step.action == "decode":
-            reads.add(step.target)
-    return sorted(kept & reads)
+    needed = read_before_made(graph, schedule.backward)
+    return sorted(kept & {*needed.raw, *needed.encoded, *graph.gradients})
 
 
 def _kept_bytes(graph: Graph, kept: list[int]) -> int:

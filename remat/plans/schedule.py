@@ -14,6 +14,8 @@ from itertools import takewhile
 
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Op
+from remat.core.primitives import Trait, primitives_with
+from remat.plans.liveness import read_before_made, reads_and_writes
 from remat.plans.steps import Schedule, Step
 
 __all__ = ["StagePoint", "build_schedule", "no_remat_saved", "stage_points"]
@@ -27,8 +29,7 @@ _FUSED_REDO_LIMIT = 1000
 _MERGE_SHARE = 0.06
 # A loop-invariant value at least this large is not worth hoisting if it is cheap to make.
 _HOIST_LIMIT_BYTES = 1 << 20
-# Operators that put arrays together.
-_JOINS = frozenset({"concatenate", "pad"})
+_JOINS = primitives_with(Trait.JOIN)
 # What an order repeats twice is told apart by a barrier if it is at least this share of the largest value.
 _LARGE_SHARE = 1 / 16
 # Smaller masks are not worth a detour through bits.
@@ -144,12 +145,9 @@ def build_schedule(
             every iteration are kept from being hoisted out of the loop instead.
     """
     backward = _Backward(graph, set(saved), barriers, order).run()
-    encoded, raw = _read_first(graph, backward)
-    kept = set(saved) & {
-        *encoded,
-        *raw,
-        *graph.gradients,
-    }  # what is never read back need not be kept
+    needed = read_before_made(graph, backward)
+    # What is never read back need not be kept; a gradient that is a forward value stays, also if it is made again.
+    kept = set(saved) & {*needed.raw, *needed.encoded, *graph.gradients}
     pins = {} if barriers else _pins(graph)
     steps = [*_forward_steps(graph, kept, pins), Step("turn"), *backward]
     return Schedule(tuple(_with_frees(graph, steps, kept)))
@@ -405,10 +403,11 @@ class _Backward:
             for step in body
             if step.action == "compute" and graph.ops[step.target].phase == "forward"
         ]
-        decoded, there = _read_first(graph, body)
-        if not again and not decoded:
+        needed = read_before_made(graph, body)
+        there = frozenset(needed.raw)
+        if not again and not needed.encoded:
             return
-        tied = set(decoded)
+        tied = set(needed.encoded)
         held = _Either(self.saved, self.explicit)
         for op in again:
             kept = (v for v in op.inputs if v in held and v not in self.sources)
@@ -497,23 +496,6 @@ class _Alive:
         return youngest
 
 
-def _read_first(graph: Graph, body: list[Step]) -> tuple[set[int], set[int]]:
-    """Encoded and raw values that steps read before they make them: what has to be there already."""
-    encoded: set[int] = set()
-    raw: set[int] = set()
-    packed: set[int] = set()
-    made: set[int] = set()
-    for step in body:
-        if step.action == "decode" and step.target not in packed:
-            encoded.add(step.target)
-        elif step.action == "encode":
-            packed.add(step.target)
-        reads, writes = _reads_writes(graph, step)
-        raw.update(v for v in reads if v not in made)
-        made.update(writes)
-    return encoded, raw
-
-
 def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
     """Inserts a `free` after the last read of every computed value, and `drop` of encoded forms."""
     held = {*graph.sources, *graph.cotangents, *graph.outputs, *graph.gradients}
@@ -528,7 +510,7 @@ def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
         if step.action == "turn":
             wanted |= kept_raw
             continue
-        reads, writes = _reads_writes(graph, step)
+        reads, writes = reads_and_writes(graph, step)
         for value in (*writes, *reads):
             if value not in wanted and value not in held:
                 out[index].append(Step("free", value))
@@ -541,14 +523,3 @@ def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
         if step.action == "encode":
             wanted_bits.discard(step.target)
     return [step for group in out for step in dict.fromkeys(group)]
-
-
-def _reads_writes(graph: Graph, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if step.action == "compute":
-        op = graph.ops[step.target]
-        return op.inputs, op.outputs
-    if step.action == "encode":
-        return (step.target,), ()
-    if step.action == "decode":
-        return (), (step.target,)
-    return (), ()

@@ -168,7 +168,10 @@ class _Machine:
 
 
 def _crossing(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """What crosses from forward to backward: it is a buffer from the start, whatever XLA fuses."""
+    """What is there at the turn: it is a buffer from the start, whatever XLA fuses.
+
+    Not what is read afterwards (`remat.plans.liveness`): a schedule that holds a value for nothing pays for it.
+    """
     there: set[int] = set()
     for step in schedule.steps:
         if step.action == "turn":
