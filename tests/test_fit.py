@@ -676,7 +676,7 @@ def test_max_batch(plain: CompileReport) -> None:
         make, memory=memory, device="cpu", low=32, multiple_of=32, remat_policy=Cuts()
     )
     assert found.batch % 32 == 0 and found.batch > ROWS
-    assert found.next_batch == found.batch + 32
+    assert found.next_batch is not None and found.next_batch == found.batch + 32
     sizes = {trial.batch: trial for trial in found.history}
     assert sizes[found.batch].fits and not sizes[found.next_batch].fits
     assert found.fitted.total_bytes <= memory

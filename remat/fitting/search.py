@@ -17,7 +17,7 @@ __all__ = ["search", "too_large"]
 _TOLERANCE = 0.02  # of the memory: what may be left unused before another compile is spent
 _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims; half of what may be left unused
 _NEAR = 0.25  # of the temporaries: how far too large the least plans may be for others to be tried
-_NEARLY = 0.02  # of the room for temporaries: how far too large the plain step may be predicted, and yet be compiled
+_NEARLY = 0.02  # of the room for temporaries: how far too large the plain step may be predicted to be compiled
 _STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
 _INSIDE = 0.02  # of the way between two trials: how near to either of them the next may be placed
 
