@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_graphs import laws
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -32,7 +33,6 @@ _ENUMERATE = """
 import gc, importlib, json, pkgutil, sys
 import jax
 from jax.extend.core import Primitive
-from random_graphs import laws
 for module in pkgutil.walk_packages(jax.__path__, "jax.", onerror=lambda name: None):
     try:
         importlib.import_module(module.name)
