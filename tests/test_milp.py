@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_graphs import laws
 from published_checkmate import solve_checkmate
+from random_graphs import laws
 from reference_chains import chain_a, chain_a_extra, chain_b, chain_b_extra, forward_steps
 
 import remat.policies.exact.milp as milp

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_graphs import laws
 from published_checkmate import solve_checkmate
+from random_graphs import laws
 from test_choice import choice_problems
 from test_milp import small_problems, training
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_graphs import laws
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from random_graphs import laws
 
 from remat.core.avals import aval_bytes, aval_size
 from remat.core.classify import OpCost, classify, flops
