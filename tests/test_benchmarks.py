@@ -244,6 +244,7 @@ def test_unknown_models_are_an_error(program: Any, capsys: pytest.CaptureFixture
     assert "nonsense" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_budgets_of_a_small_model_are_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
