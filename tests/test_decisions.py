@@ -301,6 +301,7 @@ def test_primitives_that_nobody_knows_decide_by_what_they_lower_to() -> None:
         assert _once(total, X) == names
 
 
+@pytest.mark.slow
 def test_sums_may_be_elements() -> None:
     def mean_of_equals(x: jax.Array) -> jax.Array:
         h = _rms(x)

@@ -126,6 +126,7 @@ def test_the_plain_step_is_compiled_only_where_it_may_fit() -> None:
     assert len(search(short, options(FIXED + 1000, 2), lambda: 2)) == 1
 
 
+@pytest.mark.slow
 def test_what_fits_is_what_the_compiler_says(tight: Fitted, plain: CompileReport) -> None:
     assert tight.total_bytes <= tight.memory_bytes < plain.total_bytes
     again = compiled_plainly(jax.grad(remat.checkpoint(LOSS, remat_policy=tight.plans[0])), *ARGS)

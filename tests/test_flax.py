@@ -68,6 +68,7 @@ def test_gpt_blocks_are_bit_equal_operator_by_operator(scan: bool) -> None:
             assert_bits(jax.value_and_grad(ours)(*args), want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["min_cut", "dots_saveable"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_gpt_blocks_compiled(policy: str, scan: bool) -> None:
@@ -78,6 +79,7 @@ def test_gpt_blocks_compiled(policy: str, scan: bool) -> None:
     assert_close(jit(jax.value_and_grad(ours))(*args), jit(jax.value_and_grad(plain))(*args))
 
 
+@pytest.mark.slow
 def test_bfloat16_gpt_blocks() -> None:
     config = dataclasses.replace(gpt.GPT_TINY, width=32, context=16, dtype=jnp.bfloat16)
     plain, shapes = gpt.gpt_loss(config, batch=2)
@@ -88,6 +90,7 @@ def test_bfloat16_gpt_blocks() -> None:
         assert_bits(jax.value_and_grad(ours)(*args), want)
 
 
+@pytest.mark.slow
 def test_batch_statistics_and_gradients_of_resnet() -> None:
     policy, config = "min_cut", resnet.RESNET18_SMALL
     plain, shapes = resnet.resnet_loss(config, 2, 16)

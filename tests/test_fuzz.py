@@ -226,6 +226,7 @@ def test_shrinking_finds_the_culprit() -> None:
     assert (small.results, small.mode) == ((), "grad")
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_script_that_shows_it() -> None:
     """A campaign with a wrong library fails, and its script runs."""
 

@@ -255,6 +255,7 @@ def test_gradients_of_a_function_with_loops_within_a_budget(name: str) -> None:
     assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
+@pytest.mark.slow
 def test_a_small_budget_is_an_error_that_says_what_would_do() -> None:
     with pytest.raises(BudgetError, match="does not meet the budget of 1,000 bytes") as refused:
         remat.plan(LOSS, *ARGS, remat_policy=QUICK, budget=1000)

@@ -668,6 +668,7 @@ def test_forward_mode_is_refused_with_advice() -> None:
         jax.jvp(lambda w: function(x, w, key), (ws,), (ws,))
 
 
+@pytest.mark.slow
 def test_dropout_masks_made_three_times_are_the_same_masks() -> None:
     key = jax.random.key(3)
 
@@ -687,6 +688,7 @@ def test_dropout_masks_made_three_times_are_the_same_masks() -> None:
     assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
+@pytest.mark.slow
 def test_sharded_over_two_devices_in_a_process_of_their_own() -> None:
     program = """
 import jax, jax.numpy as jnp, numpy as np, remat
