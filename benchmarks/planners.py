@@ -36,8 +36,8 @@ from remat.policies import POLICIES, Policy, get_policy
 from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, condense
 from remat.policies.exact.cut import cut_bound
+from remat.policies.solvers.on_demand import sequence_of_saved
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
-from remat.policies.solvers.segments import sequence_of_saved
 
 __all__ = [
     "MODELS",

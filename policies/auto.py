@@ -18,8 +18,8 @@ from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import condense
 from remat.policies.ilp import Ilp
 from remat.policies.min_cut import MinCut
+from remat.policies.solvers.on_demand import sequence_of_saved
 from remat.policies.solvers.problem import replay
-from remat.policies.solvers.segments import sequence_of_saved
 
 __all__ = ["Auto"]
 

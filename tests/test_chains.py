@@ -24,8 +24,9 @@ from remat.policies.solvers.chain.revolve import revolve_schedule, revolve_steps
 from remat.policies.solvers.chain.schedule import ChainStage, ChainStep, StageOption
 from remat.policies.solvers.chain.solve import prepare_chain, revolve, solve_chain
 from remat.policies.solvers.chain.write import run_steps
+from remat.policies.solvers.on_demand import sequence_of_saved
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
-from remat.policies.solvers.segments import sequence_of_saved, sqrt_segments
+from remat.policies.solvers.segments import sqrt_segments
 from tests.programs import public_graph
 
 PUBLISHED = {

@@ -25,8 +25,8 @@ from remat.core.graph import Graph
 from remat.planning.make import make_plan
 from remat.policies import Ilp
 from remat.policies.buffers.condense import Condensed, condense
+from remat.policies.solvers.on_demand import kept_at_turn
 from remat.policies.solvers.problem import peak_of_order, replay
-from remat.policies.solvers.segments import kept_at_turn
 from tests.programs import random_sequence
 
 ROWS, WIDTH = 256, 64

@@ -16,12 +16,12 @@ from remat.policies.buffers.saved_cut import CutRules, saved_cut
 from remat.policies.exact.cut import CutBound, cut_bound, once_each
 from remat.policies.exact.milp import Covers, Solved
 from remat.policies.solvers.chain.solve import prepare_chain, solve_chain
+from remat.policies.solvers.on_demand import sequence_of_saved
 from remat.policies.solvers.problem import Problem, Replayed, replay
 from remat.policies.solvers.search import is_compilable, is_ready, search
 from remat.policies.solvers.segments import (
     grid_search,
     recursive_segments,
-    sequence_of_saved,
     sqrt_segments,
 )
 

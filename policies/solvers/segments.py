@@ -4,9 +4,9 @@
 and 3, appendix A. All functions take a `Problem` whose forward nodes come before `problem.turn` and whose
 backward nodes run once after it, and return sequences that `replay` judges.
 
-All planners share one mechanism, `Emitter`: the forward pass runs once, and before every backward node exactly
-those forward values that it reads and that are no longer held are computed again, from what is held. So the
-recomputation starts as late as the backward order allows and never computes what nobody reads.
+All planners share one mechanism (`remat.policies.solvers.on_demand`): the forward pass runs once, and before every
+backward node exactly those forward values that it reads and that are no longer held are computed again, from those
+that are.
 
 Guarantees: valid on every graph; deterministic; `sqrt_segments`, `budgeted_segments` and `drop_cheap` compute no
 node more than twice (the extra cost is at most one forward pass). On a unit chain of n nodes in segments of k the
@@ -34,20 +34,23 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.core.errors import PolicyError
+from remat.policies.solvers.on_demand import (
+    Emitter,
+    check_forward,
+    kept_at_turn,
+    needed_again,
+    sequence_of_saved,
+)
 from remat.policies.solvers.problem import Problem, replay
 
 __all__ = [
     "BudgetedPlan",
-    "Emitter",
     "SegmentPlan",
     "budgeted_segments",
     "crossing_bytes",
     "drop_cheap",
     "grid_search",
-    "kept_at_turn",
-    "needed_again",
     "recursive_segments",
-    "sequence_of_saved",
     "sqrt_segments",
 ]
 
@@ -88,130 +91,6 @@ class BudgetedPlan(SegmentPlan):
     mirror_counts: tuple[int, ...]
     between_bytes: int
     within_bytes: int
-
-
-class Emitter:
-    """Writes a sequence while keeping track of which results it means to hold.
-
-    `held` is a decision, not liveness: a held value that nobody reads afterwards is freed by `replay` anyway.
-
-    Attributes:
-        sequence: nodes run so far.
-        held: nodes whose result later nodes may read without computing it again.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.sequence: list[int] = []
-        self.held: set[int] = set()
-
-    def run(self, node: int) -> None:
-        """Runs a node whose inputs are held."""
-        self.sequence.append(node)
-        self.held.add(node)
-
-    def missing(self, wanted: Iterable[int]) -> list[int]:
-        """Returns what must run so that all of `wanted` are held, in running order."""
-        found: set[int] = set()
-        todo = [node for node in wanted if node not in self.held]
-        while todo:
-            node = todo.pop()
-            if node in found:
-                continue
-            found.add(node)
-            todo += [r for r in self.problem.inputs[node] if r not in self.held and r not in found]
-        return sorted(found)
-
-    def obtain(self, wanted: Iterable[int]) -> list[int]:
-        """Computes what is missing of `wanted` and holds it; returns the nodes that ran."""
-        ran = self.missing(wanted)
-        for node in ran:
-            self.run(node)
-        return ran
-
-    def drop(self, nodes: Iterable[int]) -> None:
-        """Stops holding `nodes`."""
-        self.held.difference_update(nodes)
-
-
-def needed_again(
-    problem: Problem, saved: Collection[int], also: Collection[int] = ()
-) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns what the backward pass reads or must compute again if `saved` are kept.
-
-    Walks back from what backward nodes read, and from `also`, and stops at kept values; nodes that must not be
-    repeated are kept in any case.
-
-    Returns:
-        `(kept, repeated)`: the forward values the walk stops at, and those it goes through.
-    """
-    held = saved if isinstance(saved, (set, frozenset)) else set(saved)
-    kept: set[int] = set()
-    repeated: set[int] = set()
-    todo = [r for row in problem.inputs[problem.turn :] for r in row if r < problem.turn]
-    todo += also
-    while todo:
-        node = todo.pop()
-        if node in kept or node in repeated:
-            continue
-        if node in held or not problem.repeatable[node]:
-            kept.add(node)
-        else:
-            repeated.add(node)
-            todo += problem.inputs[node]
-    return frozenset(kept), frozenset(repeated)
-
-
-def sequence_of_saved(
-    problem: Problem, saved: Collection[int], *, drop_after: Collection[int] | None = None
-) -> tuple[int, ...]:
-    """Returns the sequence that holds exactly `saved` across the turn and computes the rest again on demand.
-
-    Args:
-        problem: forward nodes before `problem.turn`, backward nodes after it.
-        saved: forward nodes; values the backward pass never reaches are freed by themselves, nodes that must
-            not be repeated are added where it reaches them.
-        drop_after: backward nodes after which everything computed again so far is dropped (to be computed
-            once more if it is read later), typically the last backward node of every segment; `None` holds
-            such a value until its last reader, so that no node runs more than twice. Every backward node,
-            `range(problem.turn, len(problem))`, gives the least memory and the most work.
-
-    Complexity: linear for `None`; otherwise times the number of drops in the worst case.
-
-    Raises:
-        PolicyError: `saved` or `drop_after` names a node of the other pass.
-    """
-    _check_pass("saved", saved, 0, problem.turn)
-    _check_pass("drop_after", drop_after or (), problem.turn, len(problem))
-    kept, _ = needed_again(problem, saved)
-    emitter = Emitter(problem)
-    emitter.sequence = list(range(problem.turn))
-    emitter.held = set(kept)
-    drops = frozenset(drop_after or ())
-    again: list[int] = []
-    for node in range(problem.turn, len(problem)):
-        again += emitter.obtain(problem.inputs[node])
-        emitter.run(node)
-        if node in drops:
-            emitter.drop(again)
-            again.clear()
-    return tuple(emitter.sequence)
-
-
-def kept_at_turn(problem: Problem, sequence: Sequence[int]) -> frozenset[int]:
-    """Returns the forward nodes whose result is made before the turn and read after it.
-
-    Args:
-        problem: as for `replay`.
-        sequence: a valid sequence.
-    """
-    again: set[int] = set()
-    kept: set[int] = set()
-    for node in sequence[problem.turn :]:
-        kept.update(r for r in problem.inputs[node] if r < problem.turn and r not in again)
-        if node < problem.turn:
-            again.add(node)
-    return frozenset(kept)
 
 
 def crossing_bytes(problem: Problem) -> Ints:
@@ -274,7 +153,7 @@ def budgeted_segments(
     """
     if budget_b < 0:
         raise PolicyError(f"budgeted_segments(budget_b={budget_b}): expected bytes, at least 0")
-    _check_pass("candidates", candidates or (), 0, problem.turn)
+    check_forward("candidates", candidates or (), problem)
     crossing = crossing_bytes(problem)
     allowed = set(_local_minima(crossing) if candidates is None else candidates)
     cuts: list[int] = []
@@ -571,9 +450,3 @@ def _finish(problem: Problem, sequence: Sequence[int], cuts: Sequence[int]) -> S
     judged = replay(problem, sequence)
     kept = kept_at_turn(problem, sequence)
     return SegmentPlan(tuple(sequence), kept, tuple(cuts), judged.peak_bytes, judged.extra_cost)
-
-
-def _check_pass(name: str, nodes: Collection[int], low: int, high: int) -> None:
-    wrong = [node for node in nodes if not low <= node < high]
-    if wrong:
-        raise PolicyError(f"{name} contains {wrong[:5]}: expected nodes from {low} to {high - 1}")

@@ -36,8 +36,8 @@ from remat.plans.plan import Plan
 from remat.policies import Full, MinCut, Policy
 from remat.policies.base import Decision, carried_reads, describe_options, required_saves
 from remat.policies.buffers.condense import Condensed, condense
+from remat.policies.solvers.on_demand import sequence_of_saved
 from remat.policies.solvers.problem import replay
-from remat.policies.solvers.segments import sequence_of_saved
 
 __all__ = [
     "BodyOption",

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from remat.policies.solvers.on_demand import needed_again
 from remat.policies.solvers.problem import Problem
-from remat.policies.solvers.segments import needed_again
 
 __all__ = ["Chain", "Segment", "chain_of"]
 

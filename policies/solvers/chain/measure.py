@@ -9,8 +9,8 @@ import numpy as np
 from remat.core.errors import PolicyError
 from remat.policies.solvers.chain.find import Chain
 from remat.policies.solvers.chain.schedule import ChainStage, StageOption
+from remat.policies.solvers.on_demand import Emitter
 from remat.policies.solvers.problem import Problem
-from remat.policies.solvers.segments import Emitter
 
 __all__ = ["measured", "stages_of"]
 

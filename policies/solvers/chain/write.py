@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from remat.policies.solvers.chain.find import Chain
 from remat.policies.solvers.chain.schedule import ChainStage, ChainStep, StagePlan
+from remat.policies.solvers.on_demand import Emitter
 from remat.policies.solvers.problem import replay
-from remat.policies.solvers.segments import Emitter
 
 __all__ = ["ChainPlan", "judged", "run_steps", "write_out"]
 
