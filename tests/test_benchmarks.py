@@ -320,7 +320,7 @@ def test_coarsening_of_a_small_graph() -> None:
 def test_ablation_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "tiny", tiny)
     path = tmp_path / "ablation.json"
-    command = ["tiny", "--ratios", "0.9", "--seconds", "60", "--resume", str(path)]
+    command = ["tiny", "--ratios", "0.9", "--seconds", "5", "--resume", str(path)]
     assert ablation.main([*command, "--check"]) == 0
     rows = budgets.read_rows(path, ablation.Ablated)
     assert [row.implementations for row in rows] == ["none", "output", "intermediate", "exact"]
