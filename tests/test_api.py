@@ -281,6 +281,7 @@ def tagged(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "names", [None, "inside", "outside", ["inside", "outside"], "branch", "unused"]
 )
@@ -542,6 +543,7 @@ class Transformer(eqx.Module):
         return x + jax.vmap(self.perceptron)(x)
 
 
+@pytest.mark.slow
 def test_equinox_modules() -> None:
     blocks = [Transformer(key) for key in jax.random.split(jax.random.key(0), 2)]
 

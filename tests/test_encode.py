@@ -93,6 +93,7 @@ def test_packing_shortens_the_last_axis_that_divides() -> None:
     assert packed("uint4", 5, 3, 3) == (23,)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (16, 3), (5, 8, 3)])
 @pytest.mark.parametrize(
     "dtype, bits",
@@ -157,6 +158,7 @@ def test_wrong_dtypes_are_refused() -> None:
 # --- lossy -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (4, 257)])
 @pytest.mark.parametrize(
     "form, dtype",

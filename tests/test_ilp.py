@@ -75,6 +75,7 @@ def test_the_bound_is_below_the_value_and_optimal_means_equal(
     assert found.buffer_peak_bytes <= int(share * peak_of_order(problem))
 
 
+@pytest.mark.slow
 @given(seed=seeds)
 @laws(4)
 def test_no_bound_is_above_what_another_method_finds(seed: int) -> None:
@@ -468,6 +469,7 @@ def test_compiled_memory_is_within_the_budget(step: int) -> None:
     assert temp <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 def test_a_loop_compiles_to_less_traffic_than_when_its_body_keeps_everything() -> None:
     loss, args = gpt.blocks_scanned(layers=4, batch=4, length=64, width=128, heads=2)

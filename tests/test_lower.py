@@ -52,6 +52,7 @@ def assert_equal(got: Any, want: Any, *, exact: bool = True) -> None:
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_bit_equal_operator_by_operator(policy: Any, lowering: str) -> None:
@@ -63,6 +64,7 @@ def test_gradients_are_bit_equal_operator_by_operator(policy: Any, lowering: str
         assert_equal(jax.value_and_grad(ours, (0, 1))(*args), want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_agree_compiled(policy: Any, lowering: str) -> None:
@@ -93,6 +95,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform: str, lowering: str) -> None:
@@ -187,6 +190,7 @@ def control_flow(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.sum(x) * n + ys.sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("nested", ["take_over", "respect"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_control_flow(policy: Any, nested: str) -> None:
@@ -330,6 +334,7 @@ def test_effects_that_cannot_be_planned_are_errors_with_advice() -> None:
         jax.grad(remat.checkpoint(mutable))(jnp.ones(3))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_complex_values_inside(policy: Any, lowering: str) -> None:

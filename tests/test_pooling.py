@@ -106,6 +106,7 @@ def check(pool: Any, dtype: Any, kind: str, seed: int) -> None:
     assert_same_bits(compiled("codes", window, strides, padding)(x, ct), theirs)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", POOLS)
 def test_gradients_are_bit_equal_to_jax(name: str, dtype: str) -> None:
