@@ -318,7 +318,7 @@ def test_costs_of_another_function_are_refused() -> None:
 
 
 def test_costs_that_were_measured_are_accepted(tmp_path: Any) -> None:
-    from remat.core.cost import measure
+    from remat.cost import measure
 
     def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
         for i in range(4):
