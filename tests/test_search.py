@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from random_graphs import laws
 
 from benchmarks.layered import chain, graph_folder, layered, published, training
-from remat.policies.solvers import search as searching
 from remat.policies.solvers import search_kernel as kernel
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
 from remat.policies.solvers.search import Found, SearchState, is_compilable, renumbered, search
+from remat.policies.solvers.search_walk import Walk
 
 # --- problems and oracles --------------------------------------------------------------------------
 
@@ -108,14 +108,14 @@ def check_result(problem: Problem, budget_bytes: int, found: Found) -> None:
 # --- the state -------------------------------------------------------------------------------------
 
 
-def walk_of(problem: Problem, budget_bytes: int, seed: int, reorder: bool) -> searching._Walk:
-    walk = searching._Walk(problem, budget_bytes, seed, compiled=False, reorder=reorder)
+def walk_of(problem: Problem, budget_bytes: int, seed: int, reorder: bool) -> Walk:
+    walk = Walk(problem, budget_bytes, seed, compiled=False, reorder=reorder)
     walk.load(problem.first_runs)
     walk.cool(3.0, 0.0)
     return walk
 
 
-def check_state(walk: searching._Walk) -> None:
+def check_state(walk: Walk) -> None:
     """Everything the walk keeps incrementally equals what the sequence says."""
     home, sequence, _ = renumbered(walk.problem, walk.current())
     judged = replay(home, sequence)

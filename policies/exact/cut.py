@@ -41,9 +41,11 @@ from remat.policies.solvers.problem import Problem, replay
 
 __all__ = ["CutBound", "SavedSet", "cut_bound", "once_each"]
 
+# Any price gives a valid bound, whatever it is rounded to; fewer positions give a weaker one.
 _COST_BITS = 52  # of all costs together in integer capacities; the flow allows 2^61 in total
 _FLOW_LIMIT = 1 << 60
-_MANY_NODES = 3000  # beyond, fewer positions and no choice of windows
+_MANY_NODES = 3000  # beyond, fewer positions and no choice of windows. Chosen by look
+_POSITIONS, _POSITIONS_OF_MANY = 10, 2  # besides the peak; windows are their pairs. Chosen by look
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _positions(problem: Problem, budget_bytes: int) -> list[int]:
     if len(over) == 0:
         return []
     most = int(over[np.argmax(live[over])])
-    wanted = 10 if len(problem) <= _MANY_NODES else 2
+    wanted = _POSITIONS if len(problem) <= _MANY_NODES else _POSITIONS_OF_MANY
     later = over[over >= min(problem.turn, most)]
     picks = np.linspace(0, len(later) - 1, min(wanted, len(later))).round().astype(int)
     return sorted({most, *(int(p) for p in later[picks])})

@@ -28,6 +28,7 @@ from remat.policies.solvers.relaxed import relaxed
 
 __all__ = ["JointBound", "joint_bound"]
 
+# None of these can make the bound wrong, only weaker or later: the smaller problem is a relaxation. Chosen by look.
 _SMALL_SHARE = 0.005  # of the budget: results that the smaller problem leaves out
 _CHEAP_SHARE = 0.003  # of the total cost: sources that it makes workspace
 _ROUGH = 0.03  # relative gap of all rounds but those that no moment can be added to

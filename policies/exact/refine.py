@@ -38,10 +38,8 @@ Floats = npt.NDArray[np.float64]
 
 # None of these changes an optimum, only how the time is spent; all were chosen by look.
 _SHARE = 0.5  # of the time left that one relaxation may take: two fail before a quarter is left
-_MORE = 3  # positions added per round, or a third of those there, so that their number grows by a constant factor
-_WHOLE_ATTEMPTS = (
-    4  # at the whole program; each after the first takes back what a tolerance let through
-)
+_MORE = 3  # positions added per round; or a third of those there, so that the rounds stay few
+_WHOLE_ATTEMPTS = 4  # at the whole program: the second takes back what a tolerance let through
 # Equal costs: sums of a million terms in double precision agree to this share.
 _EQUAL = 1e-9
 

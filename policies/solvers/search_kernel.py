@@ -1,8 +1,11 @@
 """The inner loop of `remat.policies.solvers.search`: a sequence under edit, its memory, and the annealer.
 
-Written once: run as it stands on Python lists, or compiled by numba on int64 arrays (`_search.kernel`), with
-the same result to the bit. So there are only integers and IEEE sums and products, a generator of random
-numbers of its own, a table instead of a logarithm, and flat rows of eight numbers instead of objects.
+Written once: run as it stands on Python lists, or compiled by numba on int64 arrays (`search_walk`), with the same
+result to the bit. So there are only integers and IEEE sums and products, a generator of random numbers of its own,
+a table instead of a logarithm, and flat rows of eight numbers instead of objects.
+
+One module although it is long: numba's cache notices changes of the file that a function is in, not of those that
+it calls, so with the functions in several files compiled code could be stale.
 
 A *run* is one computation of a node. Handle `v` is node v's first run and always there; higher handles are
 repetitions. Runs stand in *slots*, in order, with free slots between them, so that a run is inserted in O(1)
@@ -46,10 +49,33 @@ SIZE, OWN_COST, LAST, INPUTS, USERS, EXTRA, REPEATABLE = range(7)
 
 MASK32 = (1 << 32) - 1
 HUGE = 1 << 56
-EDITS = 96  # most edits of one proposal, undo included
 FLUSH_AT = 256
-PERIOD = 128  # proposals between adjustments of the price
 TABLE_BITS = 12
+
+# What is proposed how often. All chosen by look, on the chains and graphs of `benchmarks/search.py`; every sequence
+# is judged by its cost and peak alone, so they decide how soon a good one is found, not whether a plan is valid.
+EDITS = 96  # most edits of one proposal, undo included
+PERIOD = 128  # proposals between adjustments of the price
+KINDS = 64  # of a proposal, drawn evenly; above the budget those below DROP drop a value across the peak
+DROP = 40
+TAKE, EXCHANGE, FIRST, ANYWHERE, BESIDE = (
+    24,
+    44,
+    48,
+    56,
+    60,
+)  # else: take out, exchange, move, recompute
+EXCHANGES = 3  # values that an exchange drops at most
+TRIES = 12  # at finding a value across the peak
+RARE, SOMETIMES, EVEN = (
+    24,
+    64,
+    128,
+)  # chances out of 256 to keep what one would recompute, or the other way
+REACHES, REACH = 6, 8  # a repetition moves by 8 slots, doubled up to 5 times at random
+ORDER_REACHES, ORDER_REACH = 12, 4  # likewise of first runs
+LENGTHS = 6  # a proposal makes 2 edits at most, doubled up to 5 times at random
+MARKED = 64  # above the budget a sequence is better only if its excess is less by so small a part
 
 
 def draw(p: Ints) -> int:
@@ -561,7 +587,7 @@ def pick_across(
     turn = 0
     if p[TURN] > 0:
         turn = r[8 * (p[TURN] - 1) + POS]
-    for _ in range(12):
+    for _ in range(TRIES):
         run = run_at_or_after(s, slot + 1 + below(p, span))
         where = r[8 * run + POS]
         if where < turn or (p[TURN] > 0 and run == p[TURN] - 1):
@@ -602,7 +628,7 @@ def reorder(
         if r[8 * use[i] + POS] < high:
             high = r[8 * use[i] + POS]
     # From `low + 1` to `high` are the places of the run that will come after it.
-    reach = 4 << below(p, 12)
+    reach = ORDER_REACH << below(p, ORDER_REACHES)
     if slot - reach > low:
         low = slot - reach
     if slot + reach < high:
@@ -639,23 +665,23 @@ def change(
     dirty: Ints, undo: Ints, todo: Ints, limit: float,
 ) -> bool:  # fmt: skip
     """Makes one random change; False if it came to nothing or costs more than `limit`."""
-    kind = below(p, 64)
-    p[LONGEST] = 2 << below(p, 6)
+    kind = below(p, KINDS)
+    p[LONGEST] = 2 << below(p, LENGTHS)
     if p[REORDER] > 0 and below(p, 2) == 0:
         return reorder(p, r, v, ins, use, s, t, dirty, undo, todo)
     over = t[5] > p[BUDGET]
     count = p[REPS]
-    if over and kind < 40:
+    if over and kind < DROP:
         # Too much memory: drop something across the peak.
         if not pick_across(p, r, v, ins, use, s, todo, peak_slot(p, t)):
             return False
         return recompute(
             p, r, v, ins, use, s, t, reps, free, dirty, undo, todo,
-            todo[p[TODO]], todo[p[TODO] + 1], limit, 24,
+            todo[p[TODO]], todo[p[TODO] + 1], limit, RARE,
         )  # fmt: skip
-    if count == 0 or kind >= 56:
+    if count == 0 or kind >= ANYWHERE:
         # Anywhere: recompute a value just before one of its readers.
-        if count > 0 and kind >= 60:
+        if count > 0 and kind >= BESIDE:
             run = reps[below(p, count)]
         else:
             low = 0
@@ -674,24 +700,24 @@ def change(
         if v[8 * read + REPEATABLE] == 0:
             return False
         return recompute(
-            p, r, v, ins, use, s, t, reps, free, dirty, undo, todo, read, run, limit, 64
+            p, r, v, ins, use, s, t, reps, free, dirty, undo, todo, read, run, limit, SOMETIMES
         )  # fmt: skip
     run = reps[below(p, count)]
-    if kind < 24:
+    if kind < TAKE:
         take_unused(p, r, v, ins, use, s, t, reps, free, dirty, undo, todo, run)
         return True
-    if kind < 44:
+    if kind < EXCHANGE:
         # Exchange: take one out, and drop other values while the peak is too high.
         take_unused(p, r, v, ins, use, s, t, reps, free, dirty, undo, todo, run)
         flush(p, r, v, s, t, dirty)
-        for _ in range(3):
+        for _ in range(EXCHANGES):
             if t[5] <= p[BUDGET]:
                 return True
             if not pick_across(p, r, v, ins, use, s, todo, peak_slot(p, t)):
                 return True
             if not recompute(
                 p, r, v, ins, use, s, t, reps, free, dirty, undo, todo,
-                todo[p[TODO]], todo[p[TODO] + 1], limit, 24,
+                todo[p[TODO]], todo[p[TODO] + 1], limit, RARE,
             ):  # fmt: skip
                 return False
             flush(p, r, v, s, t, dirty)
@@ -703,12 +729,12 @@ def change(
     if p[TURN] > 0:
         low = r[8 * (p[TURN] - 1) + POS] + 1
     top = r[8 * (p[NODES] - 1) + POS]
-    if kind < 48:
+    if kind < FIRST:
         target = first_use(r, v, use, run, slot)
         if target < 0:
             return False
     else:
-        reach = 8 << below(p, 6)
+        reach = REACH << below(p, REACHES)
         where = slot - reach + below(p, 2 * reach)
         if where < low:
             where = low
@@ -721,7 +747,7 @@ def change(
         return False
     take(p, r, v, ins, use, s, t, reps, free, dirty, undo, run)
     if not recompute(
-        p, r, v, ins, use, s, t, reps, free, dirty, undo, todo, node, target, limit, 128
+        p, r, v, ins, use, s, t, reps, free, dirty, undo, todo, node, target, limit, EVEN
     ):  # fmt: skip
         return False
     for i in range(v[8 * node + INPUTS], v[8 * node + 8 + INPUTS]):
@@ -777,7 +803,7 @@ def run(
             if new_over == 0:
                 better = p[BEST_OVER] > 0 or p[COST] < p[BEST_COST]
             else:
-                better = good and 64 * new_over < 63 * p[BEST_OVER]
+                better = good and MARKED * new_over < (MARKED - 1) * p[BEST_OVER]
             if better:
                 p[BEST_OVER] = new_over
                 p[BEST_COST] = p[COST]

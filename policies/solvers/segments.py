@@ -56,6 +56,8 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
+_GRID = 6  # budgets that Algorithm 3 is run for; the size of the authors' program, memonger
+
 
 @dataclass(frozen=True)
 class SegmentPlan:
@@ -184,7 +186,7 @@ def budgeted_segments(
     )
 
 
-def grid_search(problem: Problem, candidates: int = 6) -> BudgetedPlan:
+def grid_search(problem: Problem, candidates: int = _GRID) -> BudgetedPlan:
     """Runs Algorithm 3 for several budgets and returns the plan with the smallest peak (appendix A).
 
     A first run with b = 0 gives x and y, a second with b = sqrt(x y) new ones; then a geometric grid from
