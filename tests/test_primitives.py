@@ -22,7 +22,7 @@ from jax import lax
 from random_graphs import laws
 
 from remat.core.avals import aval_bytes, aval_size
-from remat.core.classify import OpCost, classify, flops
+from remat.core.classify import OpCost, classify
 from remat.core.primitives import TABLE, OpClass, Trait, primitives_with
 
 _FLOAT32 = np.dtype("float32")
@@ -138,7 +138,7 @@ def test_unknown_primitive_is_opaque_and_says_so() -> None:
     assert cost.op_class is OpClass.OPAQUE
     assert not (cost.known or cost.recomputable or cost.fusible)
     assert "frobnicate" in cost.reason
-    assert flops("frobnicate", {}, [], []) == 0
+    assert cost.flops == 0
 
 
 @pytest.mark.parametrize("kind", OpClass)
@@ -168,7 +168,7 @@ def test_flags_follow_the_class() -> None:
         assert spec.recomputable is not bool(spec.reason), name
 
 
-# Inputs that tell whether jax's own evaluation agrees with a trait.
+# Inputs that tell whether what jax evaluates agrees with a trait.
 _VALUES = np.array([-2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0], np.float32)
 
 
@@ -177,7 +177,7 @@ def _evaluated(name: str, *operands: Any) -> Any:
 
 
 def test_traits_hold_when_jax_evaluates() -> None:
-    """Never negative, and a difference of equal operands, on numbers of both signs."""
+    """Never negative, and a comparison, on numbers of both signs."""
     for name in primitives_with(Trait.NEVER_NEGATIVE):
         result = np.asarray(_evaluated(name, jnp.asarray(_VALUES)))
         assert not (result < 0).any(), name
@@ -198,8 +198,12 @@ def test_traits_imply_each_other() -> None:
     for trait, other in implied.items():
         assert primitives_with(trait) <= primitives_with(other), trait
     assert not primitives_with(Trait.EXACT) & primitives_with(Trait.ADDS)
-    for name in primitives_with(Trait.COMPARISON):
+    for name in primitives_with(Trait.COMPARISON) | primitives_with(Trait.DETERMINED):
         assert TABLE[name].op_class is OpClass.POINTWISE
+    for name in primitives_with(Trait.IN_PLACE) | primitives_with(Trait.SEVERAL_RESULTS):
+        assert not TABLE[name].fusible
+    for name in primitives_with(Trait.SAME_BUFFER):
+        assert TABLE[name].count({}, [], []) == 0
 
 
 # A program for every counter that reads parameters: classification must know all that is in it.

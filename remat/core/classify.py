@@ -14,7 +14,7 @@ from remat.core.avals import aval_size
 from remat.core.flop_counts import Avals, Params, free, is_threefry, per_output
 from remat.core.primitives import EFFECT_REASON, TABLE, OpClass, OpSpec
 
-__all__ = ["OpCost", "classify", "flops"]
+__all__ = ["OpCost", "classify"]
 
 _UNKNOWN = "`{}` is not a primitive this library knows: taken as opaque, never recomputed"
 _UNKNOWN_SPEC = OpSpec(OpClass.OPAQUE, free, recomputable=False)
@@ -49,23 +49,6 @@ class OpCost:
     recomputable: bool
     reason: str
     steps: frozenset[str] = frozenset()
-
-
-def flops(name: str, params: Params, in_avals: Avals, out_avals: Avals) -> int:
-    """Returns the operations in one run of a primitive; 0 for an unknown one.
-
-    Args:
-        name: the primitive's name.
-        params: its parameters.
-        in_avals: its inputs, anything with `.shape` and `.dtype`.
-        out_avals: its outputs, likewise.
-
-    Raises:
-        KeyError, IndexError, TypeError: the parameters are not those of this primitive in jax 0.10
-            to 0.12; `classify` reports that instead.
-    """
-    spec = _specialise(name, params, in_avals, out_avals)
-    return int(spec.count(params, in_avals, out_avals))
 
 
 def classify(
