@@ -484,6 +484,7 @@ def test_a_loop_compiles_to_less_traffic_than_when_its_body_keeps_everything() -
     assert ours.matmuls_executed == everything.matmuls_executed
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compile
 def test_the_recursion_compiles_to_the_memory_that_its_nodes_count() -> None:
     loss, args = mlp.residual_mlp(layers=LAYERS, width=WIDTH, hidden=WIDTH, batch=BATCH)

@@ -79,6 +79,7 @@ def test_progress_says_what_goes_on() -> None:
     assert any("integer program, " in line and "extra" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_without_a_listener_the_logger_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="remat"):
         plan("ilp", None)
@@ -150,6 +151,7 @@ def test_loops_keep_their_best_setting() -> None:
     assert found.budget_bytes is not None and found.peak_bytes <= found.budget_bytes
 
 
+@pytest.mark.slow
 def test_an_interrupted_plan_is_not_remembered() -> None:
     weights, x = args()
 

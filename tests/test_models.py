@@ -145,6 +145,7 @@ def micro_gpt_arguments(config: gpt.GPTConfig = GPT_MICRO) -> tuple[Any, jax.Arr
     return cases.materialize(shapes[0]), jnp.asarray(tokens), jnp.asarray(targets)
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_gpt_agree() -> None:
     params, tokens, targets = micro_gpt_arguments()
     scanned_config = dataclasses.replace(GPT_MICRO, scan_layers=True)
