@@ -54,7 +54,8 @@ SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 #
 # "Half and double": what predictions do where a number is half or twice as large, of the 68 cases of
 # `benchmarks.memory_model`, of which 65 lie within 10 % of what jax 0.10.2 compiles for an H200 and the median
-# error is 1.5 %; and of 45 plans for the toys of `models.cases.SMALL_CASES`, whose arrays take kilobytes.
+# error is 1.5 % (`python -m benchmarks.memory_numbers`); and of 45 plans (min_cut, full, echo) for the toys of
+# `models.cases.SMALL_CASES`, whose arrays take kilobytes.
 
 # What an array takes; XLA's types: s32 for where a pool has its largest, float32 for what element-wise kernels
 # compute.
