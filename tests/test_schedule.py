@@ -13,8 +13,9 @@ import remat
 from models.mlp import boundary_names, residual_mlp
 from remat.core.graph import Graph
 from remat.plans.plan import Plan
-from remat.plans.schedule import build_schedule, no_remat_saved, stage_points
+from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import simulate
+from remat.plans.stages import stage_points
 from remat.plans.steps import Step
 from remat.policies import Names
 from remat.policies.base import required_saves

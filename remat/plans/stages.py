@@ -1,0 +1,273 @@
+"""The stages of a backward pass: where barriers stand, and which parts lie behind one. Plain data, no jax.
+
+The backward pass is cut at points where little of it is alive, between the blocks of a network. Neighbouring stages
+that recompute only what XLA fuses are joined, as long as that is not much (docs/design.md, "Barriers").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from remat.core.graph import Graph, Op
+
+__all__ = [
+    "DRAWN_DEPTH",
+    "FUSED_REDO_LIMIT",
+    "HOIST_LIMIT_BYTES",
+    "HOIST_RATIO",
+    "MASK_LIMIT_BYTES",
+    "REDO_LIMIT",
+    "Either",
+    "Stage",
+    "StagePoint",
+    "Stages",
+    "closure",
+    "stage_points",
+]
+
+
+# --- the numbers that decide a schedule -------------------------------------------------------------------
+# Chosen by look, none derived. The harm of a bad one is a schedule with a higher peak or more repetitions, which
+# every plan's prediction shows; never a wrong gradient.
+REDO_LIMIT = 24
+"""A value that up to so many fusible operators make again is forgotten between stages."""
+FUSED_REDO_LIMIT = 1000
+"""The same in a plan that repeats fusible operators only: its stages are few."""
+MERGE_SHARE = 0.06
+"""How far above the bytes saved the memory of a joined stage may rise, as a share of these."""
+LARGE_SHARE = 1 / 16
+"""What is at least this share of the largest value is large: the rest does not decide where stages begin."""
+HOIST_LIMIT_BYTES = 1 << 20
+"""A loop-invariant value at least this large is not worth hoisting if it is cheap to make."""
+HOIST_RATIO = 4
+"""Cheap to make is what has at least so many times the bytes of what it is made of."""
+MASK_LIMIT_BYTES = 1 << 16
+"""Smaller masks are not worth a detour through bits."""
+DRAWN_DEPTH = 12
+"""So many operators back it is asked whether a mask is a function of random bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePoint:
+    """A place in the backward pass where a stage may begin.
+
+    Attributes:
+        op: the stage begins before this operator.
+        frontier: large backward values alive there.
+    """
+
+    op: int
+    frontier: tuple[int, ...]
+
+
+@dataclass
+class Stage:
+    """A part of the backward pass under one barrier, while the schedule is being built.
+
+    `ops` are its backward operators and those forward operators that it repeats because an order says so;
+    what else it needs is found on demand.
+    """
+
+    point: StagePoint | None
+    ops: list[Op]
+    heavy: bool = False
+    apart: bool = False  # repeats something large that was repeated before: only a barrier makes it two values
+    nbytes: int = 0
+    kept_reads: set[int] = field(default_factory=set)
+
+
+def stage_points(graph: Graph) -> list[StagePoint]:
+    """Returns the places in the backward pass where exactly one large backward value is alive."""
+    ops = list(graph.backward_ops())
+    forward = graph.forward_values
+    last: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        for value in op.inputs:
+            if not forward[value]:
+                last[value] = position
+    alive = {value for value in graph.cotangents if value in last}
+    points: list[StagePoint] = []
+    for position, op in enumerate(ops):
+        if alive:
+            largest = max(graph.values[value].nbytes for value in alive)
+            frontier = [v for v in alive if graph.values[v].nbytes >= LARGE_SHARE * largest]
+            if position == 0 or (len(frontier) == 1 and _worth_tying(graph, op, frontier[0])):
+                points.append(StagePoint(op.id, tuple(sorted(frontier))))
+        alive.difference_update([v for v in op.inputs if last.get(v) == position])
+        alive.update(value for value in op.outputs if value in last)
+    return points
+
+
+def _worth_tying(graph: Graph, op: Op, value: int) -> bool:
+    """Whether a cotangent becomes a buffer anyway, so that a barrier on it costs no fusion."""
+    users = [graph.ops[user] for user in graph.users[value]]
+    return op.id == users[0].id and (len(users) > 1 or not users[0].fusible)
+
+
+class Stages:
+    """Cuts a backward pass into stages.
+
+    Attributes:
+        ops: operators in the order in which they run: the backward ones, and forward ones that the order repeats.
+        saved, sources: forward values that are kept, and arguments and constants.
+        explicit: values that the order makes again.
+        ordered: whether the backward pass has an order of its own.
+    """
+
+    def __init__(
+        self, graph: Graph, saved: set[int], barriers: bool, order: Sequence[int] | None
+    ) -> None:
+        self.graph = graph
+        self.saved = saved
+        self.sources = graph.sources
+        self.fixed = self.saved | self.sources
+        self.barriers = barriers
+        self.ordered = order is not None
+        ids = (op.id for op in graph.backward_ops()) if order is None else order
+        self.ops = [graph.ops[index] for index in ids]
+        self.explicit = {v for op in self.ops if op.phase == "forward" for v in op.outputs}
+        self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
+        self.large_bytes = LARGE_SHARE * max((value.nbytes for value in graph.values), default=0)
+
+    def cut(self) -> list[Stage]:
+        """Returns the stages in order, joined where few barriers are better."""
+        return self._merged(self._stages())
+
+    def is_large(self, op: Op) -> bool:
+        """Returns whether it pays to forget what an operator makes between two uses."""
+        return sum(self.graph.values[v].nbytes for v in op.outputs) >= self.large_bytes
+
+    def _stages(self) -> list[Stage]:
+        stages = [Stage(None, [])]
+        alive = _Alive(self.graph)
+        again: list[Op] = []  # repeated operators that belong to the backward operator after them
+        made: set[int] = set()  # repeated since the last barrier that stays
+        for op in self.ops:
+            if op.phase == "forward":
+                again.append(op)
+                continue
+            point = self.points.get(op.id)
+            twice = any(x.id in made and self.is_large(x) for x in again)
+            separate = twice or any(x.heavy for x in again)
+            if point is None and self.barriers and separate:
+                anchor = alive.anchor()
+                point = None if anchor is None else StagePoint(op.id, (anchor,))
+            if point is not None:
+                stages.append(Stage(point, [], apart=twice))
+                if separate:
+                    made.clear()
+            made.update(x.id for x in again)
+            stages[-1].ops += [*again, op]
+            again = []
+            alive.run(op)
+        stages[-1].ops += again  # for gradients that are forward values
+        return [stage for stage in stages if stage.ops] or stages
+
+    def _merged(self, stages: list[Stage]) -> list[Stage]:
+        """Joins neighbouring stages that recompute only what XLA fuses, as long as it is not much.
+
+        A barrier makes everything it ties a buffer, so few are better; without one XLA may compute the next
+        stages' values too early. So what a joined stage recomputes for unfusible readers has to fit, with the
+        values still kept when it begins, into the bytes saved plus a small share. The first stages are
+        therefore short, and the later ones, for which much has been freed, long. A stage that repeats a
+        compute-bound operator always begins with a barrier of its own.
+        """
+        values = self.graph.values
+        done: set[int] = set()
+        for stage in stages:
+            self._measure(stage, done)
+        last_use = {value: i for i, stage in enumerate(stages) for value in stage.kept_reads}
+        total = sum(values[v].nbytes for v in last_use)
+        merged: list[Stage] = []
+        room = 0.0
+        for index, stage in enumerate(stages):
+            before = merged[-1] if merged else None
+            if before is not None and self._joins(before, stage, room):
+                before.ops += stage.ops
+                before.nbytes += stage.nbytes
+                continue
+            merged.append(stage)
+            alive = sum(values[v].nbytes for v, last in last_use.items() if last >= index)
+            room = (1 + MERGE_SHARE) * total - alive
+        return merged
+
+    def _joins(self, before: Stage, stage: Stage, room: float) -> bool:
+        fits = before.nbytes + stage.nbytes <= room
+        return before.point is not None and not stage.heavy and not stage.apart and fits
+
+    def _measure(self, stage: Stage, done: set[int]) -> None:
+        """Finds what a stage reads of the kept values, and what it recomputes.
+
+        `done` are the compute-bound operators that earlier stages repeat: their results stay there.
+        """
+        forward, graph = self.graph.forward_values, self.graph
+        kept = self.saved - self.sources
+        reads = {v for op in stage.ops for v in op.inputs if forward[v]}
+        explicit = {op.id for op in stage.ops if op.phase == "forward"}
+        stop = Either(self.fixed, self.explicit) if self.ordered else self.fixed
+        again = explicit | closure(graph, reads, stop)
+        written = {v for op in stage.ops if not op.fusible for v in op.inputs if forward[v]}
+        written.update(v for op in explicit for v in graph.ops[op].outputs)
+        stage.nbytes = sum(graph.values[v].nbytes for v in written - self.saved - self.sources)
+        heavy = {op for op in again if graph.ops[op].heavy}
+        stage.heavy = not heavy <= done or not heavy.isdisjoint(explicit)
+        done |= heavy
+        stage.kept_reads = (reads | {v for op in again for v in graph.ops[op].inputs}) & kept
+
+
+class _Alive:
+    """Backward values alive at a place in the backward pass, oldest first."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.last: dict[int, int] = {}
+        for op in graph.backward_ops():
+            for value in op.inputs:
+                if not graph.forward_values[value]:
+                    self.last[value] = op.id
+        self.values = dict.fromkeys(v for v in graph.cotangents if v in self.last)
+
+    def run(self, op: Op) -> None:
+        """Moves past a backward operator."""
+        for value in op.inputs:
+            if self.last.get(value) == op.id:
+                self.values.pop(value, None)
+        self.values.update((v, None) for v in op.outputs if v in self.last)
+
+    def anchor(self) -> int | None:
+        """Returns the youngest alive value that becomes a buffer anyway: a barrier on it costs no fusion."""
+        youngest = None
+        for value in reversed(self.values):
+            youngest = value if youngest is None else youngest
+            users = self.graph.users[value]
+            if len(users) > 1 or any(not self.graph.ops[u].fusible for u in users):
+                return value
+        return youngest
+
+
+class Either:
+    """The union of two sets, without building it."""
+
+    def __init__(self, first: set[int], second: set[int]) -> None:
+        self.first, self.second = first, second
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.first or value in self.second
+
+
+def closure(
+    graph: Graph, values: Iterable[int], stop: Container[int], limit: int | None = None
+) -> set[int]:
+    """Returns the operators needed to compute `values` when those in `stop` are there already.
+
+    With a `limit` the search ends once it has found more than that many.
+    """
+    ops: set[int] = set()
+    todo = [value for value in values if value not in stop]
+    while todo and (limit is None or len(ops) <= limit):
+        producer = graph.values[todo.pop()].producer
+        if producer is not None and producer not in ops:
+            ops.add(producer)
+            todo += [value for value in graph.ops[producer].inputs if value not in stop]
+    return ops
