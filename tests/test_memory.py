@@ -539,6 +539,7 @@ def test_ten_thousand_operators_take_seconds_at_most() -> None:
     assert predict(graph).peak_bytes >= 5000 * 8 * 4 - 64
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("policy", ["save_all", "full", "min_cut"])
 def test_residual_layers_are_predicted_within_a_quarter_of_what_the_gpu_compiler_says(

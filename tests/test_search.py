@@ -243,6 +243,7 @@ def test_against_the_exact_optimum_of_small_problems() -> None:
     assert reached >= 38
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("budget", range(3, 10))
 def test_the_optimum_of_unit_chains(budget: int) -> None:
     found = search(chain(8), budget, proposals=12000, compiled=False)

@@ -118,6 +118,7 @@ def test_a_program_that_needs_no_plan_is_not_refused(policy: str) -> None:
             assert plan.budget_bytes is not None and plan.peak_bytes <= plan.budget_bytes, seed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["ilp", "auto", "sublinear", "min_cut"])
 def test_what_an_error_names_can_be_planned_for(policy: str) -> None:
     refused = 0
@@ -157,6 +158,7 @@ def test_the_program_as_it_is_is_predicted_as_the_plain_program(graph: Graph) ->
     assert not plan.recomputed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", LOOKS)
 @given(seed=st.integers(0, 2**20), share=st.floats(0.1, 0.6))
 @laws(4)

@@ -275,6 +275,7 @@ def test_deadlines_inside_of_one_are_not_later(clock: Clock) -> None:
     assert deadline.seconds_left() == math.inf
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [Ilp(), Monet(), Checkmate(), Auto()], ids=str)
 def test_plans_do_not_say_how_long_they_took(policy: Any, tmp_path: Path) -> None:
     """Equal plans have equal checksums."""
