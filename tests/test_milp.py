@@ -480,6 +480,16 @@ def test_a_gap_ends_the_search() -> None:
     assert rough.bound <= exact.extra_cost <= rough.extra_cost
 
 
+def test_a_gap_does_not_end_the_search_before_anything_is_found() -> None:
+    problem = training(
+        6, 3, seed=1
+    )  # neither no repetition nor a cut's sequence is within the budget
+    budget = int(0.75 * peak_of_order(problem))
+    solved = solve_restricted(problem, budget, gap=0.05)
+    check(problem, budget, solved)
+    assert solved.status == "optimal" and solved.gap <= 0.05
+
+
 def test_costs_in_seconds() -> None:
     """Costs that are no integers: the same optimum up to the solver's tolerance."""
     whole = training(4, 2, seed=3)
