@@ -329,7 +329,7 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
 
     device = options.device or jax.default_backend()
     document = {
-        "format": "remat.tools.compare",
+        "format": "remat.compare",
         "target": options.target,
         "device": device,
         "jax_version": jax.__version__,
