@@ -125,6 +125,7 @@ def test_a_plan_fits_or_the_error_says_what_would(planner: str, seed: int, share
     assert_within(graph, PLANNERS[planner], int(share * peak_bytes(graph)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("planner", ["ilp-starts", "sublinear", "revolve", "min_cut"])
 @given(graph=graphs(), share=st.floats(0.2, 1.05))
 @laws(40)
@@ -423,6 +424,7 @@ def test_the_optimum_never_rises_with_the_budget(seed: int) -> None:
     assert costs[-1] == round(problem.total_cost * 10**12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("planner", ["ilp", "sublinear"])
 def test_the_trade_off_is_monotone(planner: str) -> None:
     curve = pareto(LOSS, *ARGS, remat_policy=PLANNERS[planner], points=5)

@@ -55,6 +55,7 @@ def gradient(f: Callable[..., Any], m: Model, x: jax.Array = X) -> jax.Array:
     return jax.grad(lambda w: f(dataclasses.replace(m, weight=w), x))(m.weight)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["min_cut", "full", "ilp"])
 def test_models_with_leaves_that_are_no_arrays(policy: str) -> None:
     rematted = remat.checkpoint(loss, remat_policy=policy)

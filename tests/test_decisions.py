@@ -438,6 +438,7 @@ def test_what_is_drawn_twice_alike_is_related() -> None:
     assert once(key, other) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     ["gpt_tiny", "transformer_blocks_small", "resnet18_small", "mobilenet_v2_small", "unet_small",

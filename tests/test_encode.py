@@ -260,6 +260,7 @@ def test_transforms_agree(form: str, array: np.ndarray) -> None:
         np.testing.assert_array_equal(found, expected, strict=True)
 
 
+@pytest.mark.slow
 def test_shards_encode_their_own() -> None:
     program = """
 import jax, jax.numpy as jnp, numpy as np
@@ -344,6 +345,7 @@ def test_packing_along_another_axis_is_a_kernel_of_its_own(shape: tuple[int, ...
     assert kernels(lambda x: (jnp.maximum(x, 0), pack_bits(x > 0)), f32(*shape)) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("form", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
 def test_narrow_floats_are_kept_narrow_in_one_program(form: str) -> None:

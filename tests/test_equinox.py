@@ -64,6 +64,7 @@ def gradient(f: Callable[..., Any], *args: Any) -> Any:
 CASES = [(Net(), KEY), (Net(rate=0.0), None), (Net(rate=0), None), (Net(inference=True), None)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrap", [remat.checkpoint, filter_checkpoint])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_loss_of_a_whole_model(wrap: Callable[..., Any], case: int) -> None:

@@ -104,6 +104,7 @@ def test_batch_statistics_and_gradients_of_resnet() -> None:
     assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_lstm_language_model() -> None:
     plain, shapes = lstm.lstm_loss(lstm.LSTM_SMALL, batch=2, length=8)
     args = cases.materialize(shapes, 0)
@@ -209,6 +210,7 @@ def _nnx_steps(wrap: Callable[..., Any]) -> Any:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nnx_modules_with_statistics_and_dropout(policy: str) -> None:
     want = _nnx_steps(lambda f: f)

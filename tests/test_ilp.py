@@ -205,6 +205,7 @@ def test_nothing_runs_where_everything_fits(monkeypatch: pytest.MonkeyPatch) -> 
     assert ran == []
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_is_refused_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = calls(monkeypatch)
     graph = graph_of_the_network()

@@ -71,6 +71,7 @@ def plan(policy: Any, progress: Any, **options: Any) -> remat.Plan:
     )
 
 
+@pytest.mark.slow
 def test_progress_says_what_goes_on() -> None:
     lines: list[str] = []
     plan("ilp", lines.append)

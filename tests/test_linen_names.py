@@ -193,6 +193,7 @@ def assert_same(got: Any, want: Any, rtol: float = 2e-4, atol: float = 2e-6) -> 
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", str(p)))
 def test_names_are_those_of_flax(policy: Any, net: Callable[[Wrap], nn.Module]) -> None:
@@ -246,6 +247,7 @@ def test_an_orbax_checkpoint_carries_over(tmp_path: Path) -> None:
     assert_same(trainer(mine)(loaded), trainer(theirs)(variables))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [None, "min_cut", "full", "dots_saveable"], ids=str)
 def test_dropout_masks_are_those_of_flax(policy: Any) -> None:
     class Drop(nn.Module):

@@ -274,6 +274,7 @@ def test_a_policy_without_budgets_is_checked_with_its_loops() -> None:
     assert refused.value.smallest_peak_bytes == free.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_without_remat_hardly_depends_on_the_policy() -> None:
     """A fraction of it would otherwise mean other bytes for another policy.
 
@@ -360,6 +361,7 @@ def test_loops_inside_loops_have_plans_of_their_own() -> None:
 # --- plans that are applied again ----------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_plan_with_loops_can_be_used_and_saved(name: str) -> None:
     function, args = FUNCTIONS[name]

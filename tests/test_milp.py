@@ -284,6 +284,7 @@ def test_chain_b(budget: int) -> None:
     assert (solved.status, solved.extra_cost) == ("optimal", chain_b_extra(8, budget))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("length", "budget"), [(32, 3), (32, 16), (32, 20), (100, 32), (100, 52)])
 def test_long_chains(length: int, budget: int) -> None:
     solved = solve_restricted(chain_a(length), budget, seconds=60)

@@ -381,6 +381,7 @@ def test_the_smallest_peak_named_is_below_that_of_whole_loops_and_can_be_met() -
     assert made.peak_bytes <= smallest
 
 
+@pytest.mark.slow
 def test_what_is_left_over_at_every_level_is_planned_like_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -551,6 +552,7 @@ def test_the_compiler_makes_the_zeros_of_all_stacks_of_a_type_at_once(
     assert abs(predicted - report.temp_bytes) <= 0.1 * report.temp_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("count", [64, 256])
 def test_the_compiler_confirms_the_memory_of_chunks(count: int) -> None:

@@ -69,6 +69,7 @@ def registry() -> Iterator[None]:
 # The harness.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "axis"), [("float32", 0), ("float32", 1), ("bfloat16", 1), ("float16", 0)]
 )
@@ -346,6 +347,7 @@ def layers(w: jax.Array, x: jax.Array) -> jax.Array:
     return p @ w
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("chosen", "is_exact"),
     [

@@ -133,6 +133,7 @@ def test_a_point_is_what_its_plan_says(curve: Pareto) -> None:
         assert jnp.allclose(want, got, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_more_budget_never_costs_more_even_if_the_planner_wastes_it(plans: list[Plan]) -> None:
     least = min(plan.peak_bytes for plan in plans)
     top = plans[0].baseline_peak_bytes
@@ -178,6 +179,7 @@ def test_growing_curves_and_an_interrupted_one(curve: Pareto) -> None:
         assert_monotone(part)
 
 
+@pytest.mark.slow
 def test_interrupts_pass_through_but_what_was_yielded_stays() -> None:
     def interrupt(line: str) -> None:
         if line.startswith("budget 3"):

@@ -409,6 +409,7 @@ def test_a_drawn_mask_large_enough_for_bits_is_drawn_again_alike(row: PolicyRow)
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(6)
 @rows()
 def test_eager_gradients_equal_jitted_ones(row: PolicyRow) -> None:
     function = remat.checkpoint(

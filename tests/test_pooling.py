@@ -179,6 +179,7 @@ def test_codes_are_the_places_of_the_selected_elements(window: list[float]) -> N
 jitted_codes = jax.jit(lambda x: pooling.window_codes(x, (2, 3), (2, 3), "VALID"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("window", "strides", "padding"),
     [((2, 2), (2, 2), "VALID"), ((3, 3), (2, 2), "SAME"), ((3, 2), None, ((1, 0), (0, 1)))],

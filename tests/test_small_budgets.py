@@ -107,6 +107,7 @@ def random_program(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 SEEDS = (3, 21, 28, 31, 44, 98, 123, 136)
 
 
+@pytest.mark.sample(3)
 @policies
 def test_a_program_that_needs_no_plan_is_not_refused(policy: str) -> None:
     with jax.enable_x64(True):

@@ -220,6 +220,7 @@ LIMITED: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("function", [looped, pooled])
 @pytest.mark.parametrize("policy", LIMITED)
 @pytest.mark.parametrize("step", [0.02, 0.1])
