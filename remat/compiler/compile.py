@@ -51,7 +51,7 @@ subexpression elimination merges recomputed values with the ones they replace.
 _LARGE_CONSTANT_BYTES = 4096  # smaller constants of a program are not worth a note; chosen by look
 _KEPT = (
     "optimization barriers were kept: compiled with xla_disable_hlo_passes=cse_barrier_expander; "
-    "a plain jit on CPU does not do this (see remat.compiler.compile.compiler_options)"
+    "a plain jit on CPU does not do this (see remat.compile.compiler_options)"
 )
 _NOT_KEPT = (
     "optimization barriers were left to XLA:CPU, which may undo rematerialization outside of loops"

@@ -343,11 +343,7 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
         "Every policy is applied to the whole function; jax's own are often applied per block.",
     ]
     if device == "cpu":
-        how = (
-            "compiled with remat.compiler.compile.CPU_COMPILER_OPTIONS; "
-            if CPU_COMPILER_OPTIONS
-            else ""
-        )
+        how = "compiled with remat.compile.CPU_COMPILER_OPTIONS; " if CPU_COMPILER_OPTIONS else ""
         lines.append(f"cpu: {how}GPU numbers need --device.")
     _deliver(options.json, lambda: json.dumps(document, indent=2), "\n".join(lines))
 
