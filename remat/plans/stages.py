@@ -28,9 +28,9 @@ __all__ = [
 
 
 # --- the numbers that decide a schedule -------------------------------------------------------------------
-# Chosen by look when they were introduced, none derived; no record of why was found. A bad one gives a schedule with
+# Chosen by look when they were introduced, none derived; no record of why was found. A bad one gives a schedule of
 # more repetitions or a higher peak, never a wrong gradient, and the plan's prediction shows it. What each does was
-# tried on 164 schedules: the first 8 of `models.cases.SMALL_CASES` with `full`, `min_cut` and `ilp` (starts) at 0.6,
+# tried on 164 schedules: the first 8 of `models.cases.SMALL_CASES`, `full`, `min_cut` and `ilp` (starts) at 0.6,
 # all else as it is. Said is how many of these 24 plans change, and by how much a predicted peak.
 
 REDO_LIMIT = 24
@@ -54,7 +54,7 @@ alive at a stage point it was not varied."""
 HOIST_LIMIT_BYTES = 1 << 20
 """A loop-invariant value at least this large is not worth hoisting if it is cheap to make.
 
-64 KiB to 1 GiB change nothing there; at 1 KiB peaks move by -26 % to +34 %. It was made for causal masks broadcast to
+64 KiB to 1 GiB change nothing there; at 1 KiB peaks move by -26 % to +34 %. It is for causal masks broadcast to
 attention scores, which are far larger in networks of full size."""
 HOIST_RATIO = 4
 """Cheap to make is what has at least so many times the bytes of what it is made of.
