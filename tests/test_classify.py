@@ -225,6 +225,7 @@ def _mlp(activation: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["min_cut", "full", "echo"])
 def test_a_network_of_unknown_primitives_is_planned_as_one_of_known_ones(policy: str) -> None:
     weights = [jnp.full((64, 64), 0.02)] * 4
@@ -285,6 +286,7 @@ def _nested_in_scan(w: Any, x: Any) -> Any:
     return jnp.sum(lax.scan(body, x, None, length=4)[0] ** 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lowering", ["staged", "policy"])
 @pytest.mark.parametrize("policy", ["min_cut", "full"])
 @pytest.mark.parametrize("function", [_nested, _nested_in_scan])

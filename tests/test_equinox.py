@@ -73,6 +73,7 @@ def test_a_loss_of_a_whole_model(wrap: Callable[..., Any], case: int) -> None:
     assert_same(gradient(wrap(loss), model, X, key), want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,6 +173,7 @@ def test_plans_of_a_whole_model() -> None:
     assert called.graph.gradients
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrap", [remat.checkpoint, filter_checkpoint])
 def test_reports_and_fit_of_a_whole_step(wrap: Callable[..., Any]) -> None:
     model, x = Net(rate=0.0), jnp.ones((2048, 8))

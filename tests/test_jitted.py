@@ -77,6 +77,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_report_of_an_nnx_step_is_that_of_nnx_jit() -> None:
     model, optimizer = model_and_optimizer()
     sizes = {}
@@ -117,6 +118,7 @@ def test_fit_of_an_nnx_step_runs_and_changes_its_modules() -> None:
     assert_same((model, optimizer), want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["min_cut", "full"])
 def test_plans_of_functions_of_nnx_modules(policy: str) -> None:
     """A plan is that of the wrapper under `nnx.grad`: parameters alone are differentiated."""
