@@ -100,7 +100,7 @@ def _check_dtype(encoding: Encoding, dtype: Any) -> None:
     }[encoding.kind]
     if not fits:
         raise PolicyError(
-            f"the form {encoding.name!r} is for {expected}, not for {dtype}; remat.core.forms.applicable says "
+            f"the form {encoding.name!r} is for {expected}, not for {dtype}; remat.forms.applicable says "
             "which forms a value has, and 'raw' keeps any"
         )
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from remat import compat, wrapping
 from remat.core.cost import op_seconds
-from remat.core.devices import Device, device_of_kind, get_device
+from remat.core.devices import DEVICES, Device, device_of_kind, get_device
 from remat.core.errors import CompileError, PolicyError
 from remat.core.graph import Op
 from remat.core.interrupt import Progress
@@ -310,7 +310,7 @@ def _data_sheet(device: JaxDevice, name: str | None) -> Device:
     if known is None:
         raise CompileError(
             f"there is no data sheet for the device {device.device_kind!r}, from which operators that are "
-            "not measured are priced; pass estimate_as= the most similar device of remat.core.devices.DEVICES, "
+            f"not measured are priced; pass estimate_as= the most similar of {', '.join(DEVICES)}, "
             "for instance estimate_as='a100'"
         )
     return known
