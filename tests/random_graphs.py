@@ -21,6 +21,7 @@ from remat.core.graph import Graph, Op, Value
 __all__ = [
     "GraphBuilder",
     "Relabelling",
+    "blocks",
     "chain",
     "graphs",
     "laws",
@@ -178,6 +179,23 @@ def chain(length: int = 3, shape: tuple[int, ...] = (64,), **fields: Any) -> Gra
     for value in reversed(values[1:]):
         gradient = builder.op("mul", [value, gradient], shape, **fields)
     return builder.build([values[-1]], [gradient])
+
+
+def blocks(count: int = 3) -> Graph:
+    """Blocks `x -> a -> m -> x`, four times as wide inside, whose backward operators read `a`, `m` and `x`."""
+    builder = GraphBuilder()
+    value, weights = builder.input(), builder.input()
+    made: list[tuple[int, int, int]] = []
+    for _ in range(count):
+        wide = builder.op("dot", [value, weights], (256,))
+        active = builder.op("tanh", [wide], (256,))
+        value = builder.op("dot", [active, weights])
+        made.append((wide, active, value))
+    gradient = builder.cotangent()
+    for wide, active, result in reversed(made):
+        inner = builder.op("dot", [gradient, active, result], (256,))
+        gradient = builder.op("dot", [inner, wide])
+    return builder.build([value], [gradient])
 
 
 def random_graph(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from models import cases, googlenet, mobilenet, unet, vgg
-from remat.core import primitives
+from remat.core.classify import classify
 
 VGG_MICRO = vgg.VGGConfig(stages=(1, 2), filters=4, hidden=8, classes=10)
 MOBILENET_MICRO = mobilenet.MobileNetConfig(
@@ -61,7 +61,7 @@ def _heavy_flops(jaxpr: Any) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             avals = [[var.aval for var in side] for side in (eqn.invars, eqn.outvars)]
-            total += primitives.flops(eqn.primitive.name, eqn.params, *avals)
+            total += classify(eqn.primitive.name, eqn.params, *avals).flops
         for param in eqn.params.values():
             inner = getattr(param, "jaxpr", param)
             total += _heavy_flops(inner) if hasattr(inner, "eqns") else 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +18,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_table import POLICY_TABLE, PolicyRow, cuts, rows
-from random_graphs import GraphBuilder, chain, graphs, laws, relabelled, rngs
+from random_graphs import (
+    GraphBuilder,
+    blocks,
+    chain,
+    graphs,
+    laws,
+    relabelled,
+    rngs,
+    seeded_graph,
+)
 
 import remat
-from remat.core.errors import PolicyError
+import remat.policies
+from remat.core.errors import BudgetError, PolicyError
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph
+from remat.memory.predict import peak_bytes, predict
 from remat.planning.make import make_plan
+from remat.planning.time_limit import TimeLimit
+from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.simulate import simulate
-from remat.policies import POLICIES, Full, MinCut, Names, Policy, SaveAll, get_policy
-from remat.policies.base import describe_options, required_saves
+from remat.policies import (
+    POLICIES,
+    BudgetPolicy,
+    Decision,
+    Full,
+    MinCut,
+    Names,
+    Policy,
+    SaveAll,
+    get_policy,
+    register_policy,
+)
+from remat.policies.base import as_policy, describe_options, required_saves
+from remat.policies.buffers.condense import condense
+from remat.policies.registry import BuiltIn
+from remat.policies.solvers.search import is_compilable, search
+
+ROOT = Path(__file__).parent.parent
 
 # --- the table -----------------------------------------------------------------------------------
 
@@ -42,6 +75,115 @@ def test_a_registered_name_makes_a_policy_of_that_name(name: str) -> None:
 def test_an_unknown_name_is_an_error_with_the_nearest_match() -> None:
     with pytest.raises(PolicyError, match=r"did you mean 'min_cut'\?"):
         get_policy("mincut")
+
+
+def test_type_checkers_see_the_classes_of_the_registry() -> None:
+    """`remat.policies` imports them when they are used; what it lists for type checkers is a copy."""
+    built_in = (built for built in POLICIES.values() if isinstance(built, BuiltIn))
+    expected = {(f"remat.policies.{built.module}", built.class_name) for built in built_in}
+    tree = ast.parse((ROOT / "policies" / "__init__.py").read_text())
+    [listed] = [
+        n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
+    ]
+    found = {
+        (str(line.module), line.names[0].name)
+        for line in listed.body
+        if isinstance(line, ast.ImportFrom)
+    }
+    assert found == expected | {("remat.policies.none", "Unchanged")}
+    for _, name in found:
+        assert getattr(remat.policies, name).__name__ == name
+        assert name in dir(remat.policies)
+    with pytest.raises(AttributeError, match="no attribute 'MinCat'"):
+        _ = remat.policies.MinCat
+
+
+def test_documents_list_the_registry() -> None:
+    within = {name for name in POLICIES if isinstance(get_policy(name), BudgetPolicy)}
+    [line] = [
+        x for x in (ROOT / "README.md").read_text().splitlines() if '"min_cut"` (default)' in x
+    ]
+    assert sorted(re.findall(r'`"(\w+)"`', line)) == sorted(POLICIES)
+    text = (ROOT / "docs" / "policies.md").read_text()
+    table = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \|.*\| (.+) \|$", text, re.MULTILINE)
+    assert [name for name, _ in table] == list(POLICIES)
+    assert {name for name, answer in table if answer != "no"} == within
+    assert set(POLICIES) <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+    api = (ROOT / "docs" / "api.md").read_text()
+    [without] = [x for x in api.splitlines() if x.startswith("| `remat.policies.Unchanged`")]
+    [budgets] = [x for x in api.splitlines() if x.startswith("| `remat.policies.Ilp`")]
+    for listed, names in ((without, POLICIES.keys() - within), (budgets, within)):
+        classes = {type(get_policy(name)).__name__ for name in names}
+        assert set(re.findall(r"`remat\.policies\.(\w+)`", listed)) - {"Unchanged"} == classes
+    budgets = (ROOT / "docs" / "budgets.md").read_text()
+    [line] = [
+        x for x in budgets.splitlines() if x.startswith("Policies that plan within a budget are")
+    ]
+    assert set(re.findall(r"`(\w+)`", line)) == within
+
+
+# --- what is a policy ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A policy that inherits from nothing."""
+
+    keep: tuple[int, ...] = ()
+    seconds: float = 8.0
+    device: str = "h100"
+    name: ClassVar[str] = "plain"
+
+    def decide(self, graph: Graph) -> Decision:
+        return Decision(required_saves(graph, frozenset(self.keep)))
+
+
+@dataclass(frozen=True)
+class PlainWithin(Plain):
+    """The same, within a budget."""
+
+    def decide_within(self, graph: Graph, budget_bytes: int) -> Decision:
+        return replace(self.decide(graph), notes=(f"{budget_bytes} bytes in {self.seconds} s",))
+
+
+def test_a_plain_object_is_a_policy() -> None:
+    policy = as_policy(Plain((1,)))
+    assert policy is not None and not isinstance(policy, BudgetPolicy)
+    assert policy == as_policy(Plain((1,))) and hash(policy) == hash(as_policy(Plain((1,))))
+    assert (policy.name, policy.device, policy.implementations) == ("plain", "h100", "none")
+    assert describe_options(policy) == "keep=(1,)"
+    plan = make_plan(chain(3), policy)
+    assert plan.saved_values == (1,) and plan.device == "h100"
+    same = remat.plan(lambda x: jax.numpy.sin(x).sum(), jnp.ones(4), remat_policy=Plain())
+    assert same.policy_name == "plain"
+    within = as_policy(PlainWithin())
+    assert isinstance(within, BudgetPolicy) and not within.falls_back
+    assert TimeLimit(within).seconds == 8.0
+    [note] = TimeLimit(within).decide_within(chain(3), 100).notes
+    assert note.startswith("100 bytes in ") and float(note.split()[-2]) <= 4.0
+
+
+def test_what_is_no_policy_is_none() -> None:
+    for given_ in ("min_cut", None, 3, object(), jax.checkpoint_policies.everything_saveable, int):
+        assert as_policy(given_) is None
+    for cls in (Plain, MinCut):
+        with pytest.raises(PolicyError, match=rf"{cls.__name__} is a class; pass an instance"):
+            as_policy(cls)
+    made = MinCut()
+    assert as_policy(made) is made
+
+
+def test_a_registered_factory_makes_policies() -> None:
+    register_policy("plain", Plain)
+    register_policy("nonsense", lambda: 3)
+    try:
+        assert get_policy("plain") == as_policy(Plain())
+        with pytest.raises(PolicyError, match="'nonsense' made 3, which is no policy"):
+            get_policy("nonsense")
+        with pytest.raises(PolicyError, match="exists already"):
+            register_policy("plain", Plain)
+    finally:
+        del POLICIES["plain"], POLICIES["nonsense"]
 
 
 @rows()
@@ -169,6 +311,60 @@ def test_saved_entries_add_up_to_saved_bytes(row: PolicyRow, graph: Graph) -> No
             assert entry.nbytes == stored_bytes(value, entry.form) < value.nbytes
         assert entry.raw_bytes == value.nbytes
         assert entry.is_input == (entry.value in graph.inputs)
+
+
+# --- within a budget -----------------------------------------------------------------------------
+
+BUDGET_GRAPHS = {
+    "chain": chain(5, heavy=True, fusible=False),
+    "blocks": blocks(3),
+    "random": seeded_graph(8),
+}
+
+
+@pytest.fixture(scope="module")
+def _compiled_search() -> None:
+    """Without it the first searches are in Python and end by the clock."""
+    problem = condense(BUDGET_GRAPHS["blocks"]).problem
+    search(problem, 10**6, proposals=1, compiled=True if is_compilable() else None)
+
+
+def _within(row: PolicyRow, graph: Graph, budget: int) -> Plan | BudgetError:
+    policy = row.factory()
+    if any(field.name == "effort" for field, _ in policy.settings()):
+        policy = policy.with_settings(effort=50)
+    try:
+        return plan_within(graph, policy, budget)
+    except BudgetError as error:
+        return error
+
+
+@pytest.mark.usefixtures("_compiled_search")
+@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("graph", BUDGET_GRAPHS.values(), ids=BUDGET_GRAPHS)
+@rows()
+def test_a_plan_is_within_its_budget_or_the_error_names_one_that_can_be_met(
+    row: PolicyRow, graph: Graph, share: float
+) -> None:
+    budget = int(share * peak_bytes(graph))
+    plan, same = (_within(row, Graph.from_json(graph.to_json()), budget) for _ in range(2))
+    if isinstance(plan, BudgetError):
+        named = plan.smallest_peak_bytes
+        assert str(same) == str(plan)
+        assert named is not None and named > budget and f"{named:,} bytes" in str(plan)
+        budget, plan = named, _within(row, graph, named)
+        assert isinstance(plan, Plan)
+    else:
+        assert plan == same
+    assert plan.peak_bytes <= budget == plan.budget_bytes
+    assert predict(plan.graph, plan.schedule).peak_bytes <= budget
+    simulate(plan.graph, plan.schedule)  # which raises where something is read that is not there
+    runs = Counter(plan.schedule.computed())
+    for op in graph.ops:
+        assert runs[op.id] <= 1 or (op.recomputable and op.phase == "forward")
+        assert runs[op.id] <= 1 or not row.recomputes_nothing
+    if row.exact and plan.certificate is not None:
+        assert plan.certificate.value >= plan.certificate.bound
 
 
 @cuts()

@@ -253,14 +253,13 @@ def test_a_search_is_not_compiled_where_there_is_no_time_for_it(
     """Compiling takes ten seconds, once per machine, and nothing ends it."""
     del clock  # stands still
     monkeypatch.setattr(_search, "is_compilable", lambda: True)
-    monkeypatch.setattr(_search, "_is_on_disk", lambda: False)
-    monkeypatch.setattr(_search, "_is_loaded", lambda: False)
+    monkeypatch.setattr(_search, "is_kernel_there", lambda: False)
     assert _search.is_ready()
     with deadline.limited(60.0):
         assert _search.is_ready()
     with deadline.limited(2.0):
         assert not _search.is_ready()
-        monkeypatch.setattr(_search, "_is_on_disk", lambda: True)
+        monkeypatch.setattr(_search, "is_kernel_there", lambda: True)
         assert _search.is_ready()
 
 
