@@ -393,6 +393,7 @@ def test_with_all_the_memory_rewrites_only_save(tiny_case: None) -> None:
     assert ablation.violations(done) == []
 
 
+@pytest.mark.slow
 def test_with_less_memory_one_layer_runs_again_where_nothing_is_rewritten(tiny_case: None) -> None:
     graph = planners.graph_of("tiny")
     peak = peak_bytes(graph)

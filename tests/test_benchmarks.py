@@ -310,6 +310,7 @@ def test_planners_on_a_small_graph() -> None:
     assert [row.extra for row in whole] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_coarsening_of_a_small_graph() -> None:
     row = coarsening.run_model("residual_mlp_small", 0.6, values=1)
     assert row.tried > 0 and row.fused > 0

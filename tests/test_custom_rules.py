@@ -136,6 +136,7 @@ def float64() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("derivative", [_twice, _of_the_other])
 @pytest.mark.parametrize(
     ("make", "name"), [(_layers, n) for n in FUNCTIONS] + [(_scanned, n) for n in IN_LOOPS]

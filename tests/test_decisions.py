@@ -220,7 +220,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("program", "policy"), PAIRS)
 def test_gradients_are_those_of_plain_jax(program: Callable[..., Any], policy: str) -> None:
     expected = jax.jit(jax.grad(program, has_aux=True))(X)
@@ -356,7 +356,7 @@ def _own_max_backward(h: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
 _own_max.defvjp(lambda h: (h.max(0), h), _own_max_backward)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lowering", ["staged", "policy"])
 @pytest.mark.parametrize(
     "function",

@@ -82,7 +82,7 @@ TRANSFORMS: dict[str, Callable[[_Function], _Function]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("function", [_clipped, _branches, _collective, _random, _nested])
 def test_composes_with_every_transform(function: _Function, transform: str) -> None:

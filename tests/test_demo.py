@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "train_gpt.py"
 
 
+@pytest.mark.slow
 def test_the_demo_runs(tmp_path: Path) -> None:
     """In a process of its own and from elsewhere, as a user runs it."""
     arguments = ["--steps", "2", "--layers", "2", "--no-gpu-report"]

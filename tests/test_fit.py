@@ -689,6 +689,7 @@ def test_max_batch(plain: CompileReport) -> None:
     assert f"largest batch: {found.batch}" in str(found)
 
 
+@pytest.mark.slow
 def test_max_batch_up_to_a_limit_and_errors(plain: CompileReport) -> None:
     search_for = partial(remat.max_batch, make, device="cpu", remat_policy=Cuts())
     found = search_for(memory="1GiB", low=32, high=70, multiple_of=32)

@@ -24,7 +24,7 @@ _PER_TEST = 6
 VARIANT = Variant('"full"', None, "staged", True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, _PER_TEST))
 def test_random_programs(first: int) -> None:
     """Values, results and gradients are those of plain JAX. The message is the script of what fails."""

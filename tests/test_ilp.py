@@ -55,6 +55,7 @@ METHODS: dict[str, Ilp | Checkmate] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 @given(seed=seeds, share=st.sampled_from([0.5, 0.65, 0.8, 0.95]))
 @laws(6)

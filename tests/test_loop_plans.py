@@ -226,7 +226,7 @@ def plans_within(name: str, shares: tuple[float, ...]) -> list[tuple[float, Plan
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_several_budgets_are_met(name: str) -> None:
     found = plans_within(name, (1.0, 0.7, 0.5, 0.35))
@@ -298,6 +298,7 @@ class Counting(BudgetSession):
         return super().plan(graph, barriers=barriers)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_session_asks_at_most_a_handful_of_times(
     name: str, monkeypatch: pytest.MonkeyPatch

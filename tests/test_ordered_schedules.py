@@ -599,7 +599,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @variants
 def test_gradients_are_bit_equal_operator_by_operator(variant: str) -> None:
     with jax.disable_jit():

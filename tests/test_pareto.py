@@ -90,6 +90,7 @@ def assert_monotone(curve: Pareto) -> None:
     assert all(point.peak_bytes <= point.budget_bytes for point in curve.points)
 
 
+@pytest.mark.slow
 def test_default_budgets_reach_from_the_smallest_peak_to_no_remat(
     curve: Pareto, plans: list[Plan]
 ) -> None:

@@ -64,6 +64,7 @@ def test_timeline_svg_says_what_it_shows(plan: Plan, tmp_path: Path) -> None:
         assert word in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "options"),
     [

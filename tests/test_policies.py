@@ -562,12 +562,13 @@ def test_gradients_equal_those_of_plain_jax(row: PolicyRow, program: Program) ->
 EVERY_TERM: Program = tuple((name, 0, 1) for name in TERMS)
 
 
+@pytest.mark.sample(4)
 @rows()
 def test_gradients_of_a_program_with_every_term_equal_those_of_plain_jax(row: PolicyRow) -> None:
     assert_same_gradients(EVERY_TERM, row)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @rows()
 def test_a_plan_read_from_json_gives_the_same_gradients(row: PolicyRow) -> None:
     function = function_of((("dropout", 0, 1), ("relu", 0, 0), ("scan", 0, 1), ("matmul", 0, 0)))

@@ -317,6 +317,7 @@ def _step(kind: int, which: int, a: Any, b: Any, mask: Any, number: int) -> jax.
     return pick(ANY_UNARY)(a)
 
 
+@pytest.mark.slow
 @given(case=programs())
 @laws(EXAMPLES)
 def test_every_element_lies_in_its_proven_range(case: Any) -> None:

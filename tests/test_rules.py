@@ -113,6 +113,7 @@ BEFORE_MATMUL = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", BEFORE_MATMUL)
 def test_before_a_matmul_the_mask_is_read_off_the_result(name: str, dtype: Any) -> None:
@@ -279,6 +280,7 @@ def test_sites_have_the_same_names_whatever_else_is_chosen() -> None:
     assert menu.graph(()) is joint.graph
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["min_cut", "ilp", "gist", "monet", "auto"])
 def test_gradients_are_bit_equal_through_the_api(policy: str) -> None:
     def loss(k: Any, x: Any) -> Any:

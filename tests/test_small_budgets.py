@@ -159,7 +159,7 @@ def test_the_program_as_it_is_is_predicted_as_the_plain_program(graph: Graph) ->
     assert not plan.recomputed
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", LOOKS)
 @given(seed=st.integers(0, 2**20), share=st.floats(0.1, 0.6))
 @laws(4)

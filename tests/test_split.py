@@ -112,6 +112,7 @@ LOSSES = (
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("lowering", ["staged", "policy"])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)

@@ -37,6 +37,7 @@ def _loop(w: jax.Array, x: jax.Array) -> jax.Array:
     return h.sum() + sums.sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lowering", ["staged", "policy"])
 @pytest.mark.parametrize("policy", ["min_cut", "full", "echo", "revolve"])
 @pytest.mark.parametrize("function", [_network, _loop], ids=["network", "loop"])
