@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from remat.fitting.batch import max_batch as max_batch
     from remat.fitting.fit import Fitted as Fitted
     from remat.fitting.fit import fit as fit
+    from remat.planning.planners import Confirm as Confirm
     from remat.plans.plan import Plan as Plan
     from remat.rewrite.operators import Implementation as Implementation
     from remat.rewrite.operators import check_implementation as check_implementation
@@ -59,6 +60,7 @@ _HOMES = {
     ),
     "fitting.batch": ("MaxBatch", "max_batch"),
     "fitting.fit": ("Fitted", "fit"),
+    "planning.planners": ("Confirm",),
     "plans.plan": ("Plan",),
     "rewrite.operators": (
         "Implementation",

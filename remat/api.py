@@ -9,6 +9,7 @@ from typing import Any
 from remat import nnx
 from remat.checkpointing import checkpoint
 from remat.core.interrupt import Progress
+from remat.planning.planners import Confirm
 from remat.plans.plan import Plan
 from remat.trace.jitted import has_nnx_modules
 from remat.wrapping import both_spellings, differentiated, plan_call, static_names, static_numbers
@@ -21,6 +22,7 @@ def plan(
     *args: Any,
     remat_policy: Any = "min_cut",
     budget: int | float | str | None = None,
+    confirm: bool | int | str | Confirm | None = None,
     argnums: int | Sequence[int] = 0,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -35,7 +37,7 @@ def plan(
     Args:
         fun: any differentiable JAX function.
         *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
-        remat_policy, budget: as in `remat.checkpoint`; only policies of ours can be planned.
+        remat_policy, budget, confirm: as in `remat.checkpoint`; only policies of ours can be planned.
         argnums: which positional arguments are differentiated, as in `jax.grad`.
         static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints: as in `remat.checkpoint`.
         progress: called with one line whenever something that takes time begins; by default the logger `remat`
@@ -51,6 +53,7 @@ def plan(
     options: dict[str, Any] = dict(
         remat_policy=remat_policy,
         budget=budget,
+        confirm=confirm,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         prevent_cse=prevent_cse,

@@ -11,7 +11,7 @@ import jax
 
 from remat import compat
 from remat.core.errors import PolicyError, RematWarning, TraceError, nearest
-from remat.planning.planners import PlanPlanner, PolicyPlanner
+from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.resolve import JaxPolicy, Off, resolve
 from remat.trace.calls import Filter, flatten_call
 from remat.wrapping import (
@@ -34,6 +34,7 @@ def checkpoint(
     remat_policy: Any = UNSET,
     policy: Callable[..., Any] | None = None,
     budget: int | float | str | None = None,
+    confirm: bool | int | str | Confirm | None = None,
     prevent_cse: bool | Sequence[bool] = True,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -54,6 +55,11 @@ def checkpoint(
         policy: as in `jax.checkpoint`; exclusive with `remat_policy`.
         budget: bound on the peak of everything that is neither argument nor result: bytes, `"6GiB"`, or a
             fraction of the peak without rematerialization.
+        confirm: how the compiler is asked whether the budget is met, which takes compiles, remembered on disk: True
+            or False; a number of compiles; the device to compile for (`"h200"`, which need not be there, `"cpu"`,
+            `"attached"`); or a `remat.Confirm`. None does what the environment variable `REMAT_CONFIRM` says, and
+            otherwise `"auto"`: the attached GPU, or else the policy's if XLA's compiler for it is installed.
+            Without it the budget is met as predicted.
         prevent_cse: False leaves out the barriers that keep XLA from undoing recomputation. They are left out
             by themselves where `fun` is called inside a loop body.
         static_argnums, static_argnames: arguments that are Python values, as in `jax.checkpoint`.
@@ -65,6 +71,7 @@ def checkpoint(
     Raises:
         PolicyError: unknown policy, or both `policy` and `remat_policy` given.
         BudgetError: the budget cannot be read or met.
+        CompileError: `confirm` names a device that cannot be compiled for.
         TraceError: no result or no argument of `fun` is differentiable (when differentiated).
         DifferentiationError: forward-mode differentiation of the staged lowering.
     """
@@ -72,6 +79,7 @@ def checkpoint(
         remat_policy=remat_policy,
         policy=policy,
         budget=budget,
+        confirm=confirm,
         prevent_cse=prevent_cse,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
@@ -83,7 +91,7 @@ def checkpoint(
     if not callable(fun):
         raise TraceError(f"remat.checkpoint expects a function, got {type(fun).__name__}")
     check_options(lowering, nested_checkpoints)
-    resolved = resolve(chosen_policy(policy, remat_policy), budget)
+    resolved = resolve(chosen_policy(policy, remat_policy), budget, confirm)
     if isinstance(resolved, Off):
         return fun
     if isinstance(resolved, JaxPolicy):
@@ -119,12 +127,13 @@ def checkpoint_filtered(
     *,
     remat_policy: Any,
     budget: int | float | str | None,
+    confirm: bool | int | str | Confirm | None,
     prevent_cse: bool,
     lowering: str,
     nested_checkpoints: str,
 ) -> Callable[..., Any]:
     """Returns `checkpoint(fun)` by a policy that plans, with a say in which leaves are traced."""
-    resolved = resolve(remat_policy, budget)
+    resolved = resolve(remat_policy, budget, confirm)
     assert isinstance(resolved, (PolicyPlanner, PlanPlanner))
     return _rematted(
         Wrapped(fun, resolved, (), (), prevent_cse, lowering, nested_checkpoints, is_traced)

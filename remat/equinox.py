@@ -21,6 +21,7 @@ except ImportError as error:  # pragma: no cover - exercised by the packaging te
 import jax
 
 from remat.checkpointing import UNSET, checkpoint_filtered, chosen_policy
+from remat.planning.planners import Confirm
 from remat.resolve import JaxPolicy, Off, resolve
 from remat.wrapping import check_options
 
@@ -56,6 +57,7 @@ def filter_checkpoint(
     policy: Callable[..., Any] | None = None,
     remat_policy: Any = UNSET,
     budget: int | float | str | None = None,
+    confirm: bool | int | str | Confirm | None = None,
     lowering: str = "staged",
     nested_checkpoints: str = "take_over",
 ) -> Any:
@@ -66,7 +68,7 @@ def filter_checkpoint(
     Args:
         fun: a function of models and arrays, or a module that is called; None returns a decorator.
         prevent_cse, policy: as in `equinox.filter_checkpoint`.
-        remat_policy, budget, lowering, nested_checkpoints: as in `remat.checkpoint`.
+        remat_policy, budget, confirm, lowering, nested_checkpoints: as in `remat.checkpoint`.
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
@@ -75,13 +77,14 @@ def filter_checkpoint(
         prevent_cse=prevent_cse,
         remat_policy=chosen_policy(policy, remat_policy),
         budget=budget,
+        confirm=confirm,
         lowering=lowering,
         nested_checkpoints=nested_checkpoints,
     )
     if fun is None:
         return functools.partial(filter_checkpoint, **options)
     check_options(lowering, nested_checkpoints)
-    resolved = resolve(options["remat_policy"], budget)
+    resolved = resolve(options["remat_policy"], budget, confirm)
     if isinstance(resolved, Off):
         return fun
     if isinstance(resolved, JaxPolicy):

@@ -24,6 +24,7 @@ except ImportError as error:  # pragma: no cover - exercised by the packaging te
 from remat.checkpointing import UNSET, chosen_policy
 from remat.checkpointing import checkpoint as _checkpoint
 from remat.core.errors import TraceError
+from remat.planning.planners import Confirm
 from remat.resolve import resolve
 from remat.wrapping import check_options
 
@@ -82,6 +83,7 @@ def remat(
     *,
     remat_policy: Any = UNSET,
     budget: int | float | str | None = None,
+    confirm: bool | int | str | Confirm | None = None,
     lowering: str = "staged",
     nested_checkpoints: str = "take_over",
 ) -> Any:
@@ -96,7 +98,7 @@ def remat(
         prevent_cse, static_argnums, policy: as in `flax.linen.remat` (`self` counts as argument 0).
         methods: names of the methods to wrap, `__call__` by default; or, as Flax has it, a dictionary from
             names to arguments of their own (whose `static_argnums` do not count `self`).
-        remat_policy, budget, lowering, nested_checkpoints: as in `remat.checkpoint`.
+        remat_policy, budget, confirm, lowering, nested_checkpoints: as in `remat.checkpoint`.
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
@@ -104,11 +106,12 @@ def remat(
     """
     _check_concrete(concrete)
     chosen = chosen_policy(policy, remat_policy)
-    resolve(chosen, budget)
+    resolve(chosen, budget, confirm)
     check_options(lowering, nested_checkpoints)
     ours = {
         "remat_policy": chosen,
         "budget": budget,
+        "confirm": confirm,
         "lowering": lowering,
         "nested_checkpoints": nested_checkpoints,
     }

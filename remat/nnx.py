@@ -19,6 +19,7 @@ import jax
 from remat.checkpointing import UNSET, chosen_policy
 from remat.checkpointing import checkpoint as _checkpoint
 from remat.core.errors import TraceError
+from remat.planning.planners import Confirm
 from remat.plans.plan import Plan
 from remat.resolve import JaxPolicy, Off, resolve
 from remat.trace.calls import is_array
@@ -37,6 +38,7 @@ def remat(
     graph_updates: bool | None = None,
     remat_policy: Any = UNSET,
     budget: int | float | str | None = None,
+    confirm: bool | int | str | Confirm | None = None,
     lowering: str = "staged",
     nested_checkpoints: str = "take_over",
 ) -> Any:
@@ -49,7 +51,7 @@ def remat(
         f: the function; None returns a decorator.
         prevent_cse, static_argnums, policy: as in `flax.nnx.remat`.
         graph, graph_updates: as in `flax.nnx.remat`; our own policies need graph mode, Flax's default.
-        remat_policy, budget, lowering, nested_checkpoints: as in `remat.checkpoint`.
+        remat_policy, budget, confirm, lowering, nested_checkpoints: as in `remat.checkpoint`.
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
@@ -65,11 +67,12 @@ def remat(
             graph_updates=graph_updates,
             remat_policy=remat_policy,
             budget=budget,
+            confirm=confirm,
             lowering=lowering,
             nested_checkpoints=nested_checkpoints,
         )
     chosen = chosen_policy(policy, remat_policy)
-    resolved = resolve(chosen, budget)
+    resolved = resolve(chosen, budget, confirm)
     if isinstance(resolved, Off):
         return f
     if isinstance(resolved, JaxPolicy):
@@ -86,6 +89,7 @@ def remat(
         general.merge_inputs(f, ctxtag="remat"),
         remat_policy=chosen,
         budget=budget,
+        confirm=confirm,
         prevent_cse=prevent_cse,
         static_argnums=static_argnums,
         lowering=lowering,

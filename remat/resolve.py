@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from remat.core.devices import Device
-from remat.core.errors import BudgetError, PolicyError, nearest
-from remat.planning.planners import PlanPlanner, PolicyPlanner
+from remat.core.devices import Device, get_device
+from remat.core.errors import BudgetError, CompileError, PolicyError, nearest
+from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.plans.plan import Plan
 from remat.policies import POLICIES, Policy, get_policy
 from remat.policies.base import as_policy
@@ -25,10 +26,12 @@ __all__ = [
     "Resolved",
     "budget_hint",
     "parse_budget",
+    "parse_confirm",
     "priced_for",
     "resolve",
 ]
 
+_VARIABLE = "REMAT_CONFIRM"
 # What training configs already say; MaxText's `minimal` keeps the matmuls without batch dimensions.
 _CONFIG_NAMES = {"minimal": "dots_with_no_batch_dims_saveable"}
 _OFF_NAMES = frozenset({"none"})
@@ -59,19 +62,22 @@ class JaxPolicy:
 Resolved = Off | JaxPolicy | PolicyPlanner | PlanPlanner
 
 
-def resolve(remat_policy: Any, budget: Any = None) -> Resolved:
+def resolve(remat_policy: Any, budget: Any = None, confirm: Any = None) -> Resolved:
     """Reads a `remat_policy=` argument.
 
     Args:
         remat_policy: a name (ours, or one of `jax.checkpoint_policies`), a policy object, a `Plan` or the path
             of a saved one, a jax policy callable, or None / "none" / "full" / "minimal".
         budget: bytes, `"6GiB"`, or a fraction of the no-remat peak.
+        confirm: how the compiler is asked whether the budget is met; see `parse_confirm`.
 
     Raises:
         PolicyError: an unknown name (the message lists the valid ones), or something that is no policy.
         BudgetError: a budget that cannot be read, or one given to something that cannot hold it.
+        CompileError: `confirm` cannot be read.
     """
     limit = parse_budget(budget)
+    wanted = parse_confirm(confirm)
     found = _resolve(remat_policy, limit)
     if limit is not None and not isinstance(found, PolicyPlanner):
         raise BudgetError(
@@ -83,7 +89,43 @@ def resolve(remat_policy: Any, budget: Any = None) -> Resolved:
                 else f"a budget needs one of remat's own policies, {sorted(POLICIES)}"
             )
         )
+    if isinstance(found, PolicyPlanner) and limit is not None:
+        return replace(found, confirm=wanted)
     return found
+
+
+def parse_confirm(confirm: Any) -> Confirm | None:
+    """Reads a `confirm=` argument; None is no confirmation.
+
+    Args:
+        confirm: None for what the environment variable `REMAT_CONFIRM` says, `"auto"` if it is not set; True for
+            `Confirm()` and False, `"off"` for none; a number of compiles; `"auto"`, `"attached"`, or the name of a
+            device; or a `Confirm`.
+
+    Raises:
+        CompileError: none of these, or no such device.
+        BudgetError: fewer than two compiles.
+    """
+    if confirm is None:
+        confirm = os.environ.get(_VARIABLE, "").strip().lower() or "auto"
+    if isinstance(confirm, bool):
+        return Confirm() if confirm else None
+    if isinstance(confirm, Integral):
+        return Confirm(compiles=int(confirm)) if confirm else None
+    if isinstance(confirm, str):
+        if confirm in ("off", "0", "false"):
+            return None
+        if confirm not in ("auto", "attached"):
+            get_device(confirm)
+        return Confirm(device=confirm)
+    if isinstance(confirm, Confirm):
+        if confirm.device not in ("auto", "attached"):
+            get_device(confirm.device)
+        return confirm
+    raise CompileError(
+        f"confirm={confirm!r} of type {type(confirm).__name__}; expected True, False, a number of compiles, "
+        "'auto', 'attached', the name of a device ('h200', 'cpu'), or remat.Confirm(compiles=, device=)"
+    )
 
 
 def priced_for(remat_policy: Any, device: Device | None) -> Any:

@@ -22,7 +22,7 @@ from remat.core.interrupt import Progress, planning
 from remat.lower.attempt import active_attempt
 from remat.lower.function import StagedFunction
 from remat.lower.regions import annotate_program, differentiable_flags
-from remat.planning.planners import PlanPlanner, PolicyPlanner
+from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.plans.plan import Plan
 from remat.resolve import budget_hint, resolve
@@ -268,6 +268,7 @@ def plan_call(
     *,
     remat_policy: Any,
     budget: int | float | str | None,
+    confirm: bool | int | str | Confirm | None,
     static_argnums: int | Iterable[int],
     static_argnames: str | Iterable[str],
     prevent_cse: bool | Sequence[bool],
@@ -277,7 +278,7 @@ def plan_call(
 ) -> Plan:
     """Plans a call; `chosen` says what is differentiated, everything else is as in `plan`."""
     check_options(lowering, nested_checkpoints)
-    resolved = resolve(remat_policy, budget)
+    resolved = resolve(remat_policy, budget, confirm)
     if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
         raise PolicyError(
             f"remat_policy={remat_policy!r} makes no plan: it is jax's own or off. Use "

@@ -18,6 +18,7 @@ from remat.compiler.toolchain import find_plugin
 
 settings.register_profile("quick", deadline=None, derandomize=True)
 settings.register_profile("nightly", deadline=None, print_blob=True)
+os.environ.setdefault("REMAT_CONFIRM", "off")  # tests that compile for a budget say so
 settings.load_profile(os.environ.get("REMAT_HYPOTHESIS", "quick"))
 
 

@@ -18,7 +18,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import remat
-from remat.lower import function
+from remat.lower import confirm
 from remat.resolve import parse_budget
 
 
@@ -583,13 +583,13 @@ def test_shapes_arrays_and_tracers_share_a_planning(
     """What was planned for shapes is not planned again when arrays, or shapes to lower with, follow."""
     del first
     planned: list[Any] = []
-    plan_room = function.plan_room
+    plan_room = confirm.plan_room
 
     def counted(room: Any, inputs: Any, perturbed: Any, *rest: Any) -> Any:
         planned.append(perturbed)
         return plan_room(room, inputs, perturbed, *rest)
 
-    monkeypatch.setattr(function, "plan_room", counted)
+    monkeypatch.setattr(confirm, "plan_room", counted)
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         if loops:

@@ -21,12 +21,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 import remat
 from models import cases
+from remat.compiler.remembered import default_cache_dir
 from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.errors import CompileError, PolicyError, TraceError
 from remat.tools import measure as measuring
 from remat.tools.alone import describe, index_bound, key_of, made_up
-from remat.tools.costs_file import CostsFile, default_cache_dir, kind_of
+from remat.tools.costs_file import CostsFile, kind_of
 from remat.tools.measure import Costs, measure, measure_joint
 from remat.trace.joint import Joint, trace_joint, trace_primal
 

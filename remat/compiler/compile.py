@@ -21,7 +21,14 @@ from remat import compat
 from remat.compiler.hlo import Module, parse_module
 from remat.compiler.kernels import Kernel, find_kernels
 from remat.compiler.report import CompileReport
-from remat.compiler.targets import DATA_DIR_OPTION, Target, compile_for, find_target, is_array
+from remat.compiler.targets import (
+    DATA_DIR_OPTION,
+    Target,
+    compile_for,
+    find_target,
+    is_array,
+    lower_for,
+)
 from remat.core.devices import Device
 from remat.core.errors import CompileError
 from remat.trace.calls import as_tuple
@@ -138,6 +145,16 @@ class TracedStep:
     _notes: tuple[str, ...]
     seconds: float
 
+    @functools.cached_property
+    def _lowered(self) -> Any:
+        return lower_for(self._traced, self._target)
+
+    @property
+    def described(self) -> tuple[str, ...]:
+        """What the compiler's answer depends on, besides its version: program, device and options, as text."""
+        options = sorted(f"{key}={value}" for key, value in self._options.items())
+        return self._target.name, str(self._target.is_attached), *options, self._lowered.as_text()
+
     def compile(self) -> tuple[CompileReport, jax.stages.Compiled]:
         """Compiles, and returns the report with the program.
 
@@ -145,7 +162,7 @@ class TracedStep:
             CompileError: the compiler fails, or does not say what it made.
         """
         start = time.perf_counter()
-        compiled = compile_for(self._traced, self._target, self._options)
+        compiled = compile_for(self._lowered, self._target, self._options)
         seconds = self.seconds + time.perf_counter() - start
         return _report(compiled, self._target, self._options, seconds, self._notes), compiled
 

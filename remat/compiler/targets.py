@@ -32,6 +32,7 @@ __all__ = [
     "compile_sample",
     "find_target",
     "is_array",
+    "lower_for",
     "target_device",
 ]
 
@@ -194,7 +195,7 @@ def compile_sample(name: str, data_dir: str | None) -> None:
     target = Target(name, "cuda", False, device, sharding)
     shape = jax.ShapeDtypeStruct((256, 256), np.float32, sharding=sharding)
     options = {} if data_dir is None else {DATA_DIR_OPTION: data_dir}
-    compile_for(jax.jit(sample).trace(shape), target, options)
+    compile_for(lower_for(jax.jit(sample).trace(shape), target), target, options)
 
 
 @functools.cache
@@ -238,18 +239,19 @@ def _register_cuda_plugin(module: str) -> None:
             os.environ[_SKIP_CHECK] = before
 
 
-def compile_for(traced: Any, target: Target, options: Mapping[str, Any]) -> jax.stages.Compiled:
-    """Compiles what was traced.
+def lower_for(traced: Any, target: Target) -> jax.stages.Lowered:
+    """Lowers what was traced: as `jax.jit(f).trace` returns it, or anything with the same `lower`."""
+    return traced.lower() if target.is_attached else traced.lower(lowering_platforms=("cuda",))
 
-    Args:
-        traced: as `jax.jit(f).trace` returns it, or anything with the same `lower`.
-        target: where to.
-        options: for XLA.
+
+def compile_for(
+    lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any]
+) -> jax.stages.Compiled:
+    """Compiles what was lowered for a target, with options for XLA.
 
     Raises:
         CompileError: the compiler fails.
     """
-    lowered = traced.lower() if target.is_attached else traced.lower(lowering_platforms=("cuda",))
     try:
         return lowered.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:

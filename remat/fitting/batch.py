@@ -8,10 +8,9 @@ from typing import Any
 
 from remat.core.errors import BudgetError
 from remat.core.interrupt import Progress, planning, raise_interrupt
-from remat.fitting.fit import Fitted, finish, fit_options
+from remat.fitting.fit import Fitted, finish, fit_options, too_large
 from remat.fitting.job import Job, Options, Trial
 from remat.fitting.knobs import Knob, choose_knob
-from remat.fitting.search import too_large
 from remat.plans.report import human_bytes, table
 
 __all__ = ["BatchTrial", "MaxBatch", "max_batch"]

@@ -3,7 +3,7 @@
 `fit` plans all wrappers inside a step anew (`remat.lower.attempt`) and compiles the whole step. What a plan
 predicts is the memory of a simulated program; what counts is `CompileReport.total_bytes`: arguments, results that
 are not aliased, and temporaries. Between the two lies what the compiler does. Memory is taken to grow linearly with
-the prediction between two compiles, and the next one is placed there (`remat.fitting.search`).
+the prediction between two compiles, and the next one is placed there (`remat.planning.search`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from remat.core.errors import BudgetError, CompileError
 from remat.core.interrupt import Progress, or_log, planning
 from remat.fitting.job import Job, Options, Trial
 from remat.fitting.knobs import Knob, choose_knob
-from remat.fitting.search import search, too_large
+from remat.planning.search import fastest, search
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_seconds, table
 from remat.resolve import parse_budget
 from remat.trace.calls import as_tuple
 
-__all__ = ["Fitted", "Trial", "finish", "fit", "fit_options"]
+__all__ = ["Fitted", "Trial", "finish", "fit", "fit_options", "too_large", "trials_of"]
+
+# Both by look, on the models of `benchmarks/fit.py`; how many compiles are spent depends on them, not what fits.
+_TOLERANCE = 0.02  # of the memory: what may be left unused before another compile is spent
+_NEARLY = 0.02  # of the room for temporaries: how far too large the plain step may be predicted to be compiled
 
 
 @dataclass(frozen=True)
@@ -267,7 +271,7 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
     limit = job.options.limit_bytes
     with planning(job.options.progress) as session:
         try:
-            trials = search(knob, job.options, lambda: len(job.trials), known)
+            trials = trials_of(knob, job.options, lambda: len(job.trials), known)
         except KeyboardInterrupt:
             trials = job.trials
             if not any(trial.fits for trial in trials):
@@ -276,7 +280,7 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
         raise too_large(trials, limit)
-    best = _fastest(fitting)
+    best = fastest(fitting)
     return Fitted(
         memory_bytes=limit,
         report=best.report,
@@ -289,9 +293,54 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
     )
 
 
-def _fastest(fitting: Sequence[Trial]) -> Trial:
-    """The least roofline time of the compiled programs, or of what plans repeat where that is not known."""
-    rooflines = [trial.report.roofline_seconds for trial in fitting]
-    if None not in rooflines:
-        return min(fitting, key=lambda t: (t.report.roofline_seconds, t.total_bytes))
-    return min(fitting, key=lambda t: (t.recompute_seconds, t.total_bytes))
+def trials_of(
+    knob: Knob, options: Options, compiles: Callable[[], int], known: Sequence[Trial] = ()
+) -> list[Trial]:
+    """Returns the cheapest plans if they fit, with the plain step if that may, too; else what the search finds.
+
+    Args:
+        knob: that fits the step.
+        options: the memory, and how many compiles there may be.
+        compiles: how many there were so far.
+        known: trials that were made before.
+    """
+    limit = options.limit_bytes
+
+    def left() -> int:
+        return options.max_compiles - compiles()
+
+    first = knob.cheapest()
+    if not first.fits:
+        return search(knob, first, limit, left=left, known=known, tolerance=_TOLERANCE)
+    timed = first.roofline_seconds is not None  # else nothing says which is faster
+    room = limit - (first.total_bytes - first.temp_bytes)
+    plain = knob.plain(round((1 + _NEARLY) * room)) if timed and left() > 0 else None
+    return [*known, first] if plain is None else [*known, first, plain]
+
+
+def too_large(trials: Sequence[Trial], limit_bytes: int) -> BudgetError:
+    best = min(trials, key=lambda t: t.total_bytes)
+    report = best.report
+    parts = {
+        "arguments": report.argument_bytes,
+        "results": report.output_bytes - report.alias_bytes,
+        "temporaries": report.temp_bytes,
+    }
+    advice = {
+        "arguments": "arguments dominate, which no plan changes: have fewer or smaller ones (a smaller "
+        "optimizer state, bfloat16, sharding over devices)",
+        "results": "results dominate, which no plan changes: donate the arguments they replace "
+        "(donate_argnums)",
+        "temporaries": "temporaries dominate: a smaller batch (remat.max_batch finds it), or wrap more of the "
+        "step, best the whole loss: remat.checkpoint(loss, remat_policy='ilp')",
+    }
+    fixed = {name: size for name, size in parts.items() if name != "temporaries"}
+    # Where these alone are too large, temporaries are not to blame, however large they are.
+    blamed = fixed if sum(fixed.values()) >= limit_bytes else parts
+    dominant = max(blamed, key=lambda name: blamed[name])
+    return BudgetError(
+        f"the step does not fit into {limit_bytes:,} bytes on {report.device}. The smallest that the "
+        f"compiler confirmed is {best.total_bytes:,} bytes ({best.knob}; {len(trials)} compiled): "
+        + ", ".join(f"{name} {size:,}" for name, size in parts.items())
+        + f". Here {advice[dominant]}."
+    )

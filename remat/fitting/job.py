@@ -12,14 +12,14 @@ from remat.compiler.compile import CompileReport, TracedStep, trace_step
 from remat.compiler.targets import target_device
 from remat.core.interrupt import Progress
 from remat.lower.attempt import Attempt, Menus, Use
+from remat.planning.confirm import Setting
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.plans.plan import Plan
-from remat.policies import MinCut, Unchanged
 from remat.resolve import priced_for, resolve
 from remat.trace.jitted import jitted
 
-__all__ = ["UNCHANGED", "Job", "Options", "Setting", "Trial"]
+__all__ = ["Job", "Options", "Trial"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Trial:
     fits: bool
     plans: tuple[Plan, ...] = field(repr=False)
     report: CompileReport = field(repr=False)
+
+    @property
+    def roofline_seconds(self) -> float | None:
+        """As the report's."""
+        return self.report.roofline_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers, without plans and report."""
@@ -77,18 +82,6 @@ class Options:
     progress: Progress
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where a knob stands."""
-
-    label: str
-    planner: Planner
-
-
-# The program is that of the plain step.
-UNCHANGED = Setting("as without rematerialization", PolicyPlanner(Unchanged()))
-
-
 class Job:
     """Traces and compiles one step at settings of a knob; nothing is traced or compiled twice."""
 
@@ -103,7 +96,7 @@ class Job:
         self.resolved = resolve(priced_for(options.remat_policy, target_device(options.device)))
         ours = self.resolved if isinstance(self.resolved, PolicyPlanner) else None
         device = "h200" if ours is None else ours.policy.device
-        self.menus, self.min_cut = Menus(device), MinCut(device=device)
+        self.menus = Menus(device)
         self.jitted: Any = jitted(
             step, args, kwargs, options.static_argnums, options.donate_argnums
         )

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from remat.core.errors import BudgetError, PolicyError
-from remat.fitting.job import UNCHANGED, Job, Setting, Trial
+from remat.core.errors import PolicyError
+from remat.fitting.job import Job, Trial
 from remat.lower.attempt import PricePlanner, Use, choose_option
+from remat.planning import search
+from remat.planning.confirm import UNCHANGED, BudgetKnob, Setting
 from remat.planning.planners import PolicyPlanner
-from remat.planning.smallest import smallest_plan
 from remat.plans.plan import Plan
-from remat.plans.report import human_bytes
 from remat.policies import MinCut
 from remat.policies.base import BudgetPolicy
 
@@ -31,7 +31,7 @@ _HOW_TO_WRAP = (
 )
 
 
-class Knob(Protocol):
+class Knob(search.Knob[Trial], Protocol):
     """What is turned: from the cheapest plans to those with the least memory."""
 
     def cheapest(self) -> Trial:
@@ -40,18 +40,6 @@ class Knob(Protocol):
 
     def plain(self, limit_bytes: int) -> Trial | None:
         """Compiles the step without rematerialization, if it is predicted to need at most `limit_bytes`."""
-        ...
-
-    def least(self) -> Trial:
-        """Compiles the plans with the least memory."""
-        ...
-
-    def another(self) -> Trial | None:
-        """Compiles plans of another kind that take little memory, for when the least do not fit."""
-        ...
-
-    def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
-        """Compiles plans predicted at about `target_bytes`, between two trials; None if there are none."""
         ...
 
 
@@ -72,52 +60,20 @@ def choose_knob(job: Job) -> Knob:
         )
     is_alone = sum(use.calls for use in uses) == 1 and not uses[0].kept_in_loop
     if is_alone and isinstance(policy, BudgetPolicy):
-        return _BudgetKnob(job, policy)
+        return BudgetKnob(_OneWrapper(job), policy)
     return _PriceKnob(job)
 
 
-class _BudgetKnob:
-    """The budget of the one wrapped function."""
+class _OneWrapper:
+    """A step with one wrapped function, as a `remat.planning.confirm.Bench`."""
 
-    def __init__(self, job: Job, policy: BudgetPolicy) -> None:
-        self.job, self.policy = job, policy
-        self._least: Trial | None = None
+    def __init__(self, job: Job) -> None:
+        self.job = job
 
-    def cheapest(self) -> Trial:
-        return self._trial(Setting("no budget", PolicyPlanner(self.policy)))
+    def plan(self, setting: Setting) -> Plan:
+        return self.job.uses(setting)[0].plan
 
-    def plain(self, limit_bytes: int) -> Trial | None:
-        found = self.job.uses(UNCHANGED)[0].plan.peak_bytes <= limit_bytes
-        return self._trial(UNCHANGED) if found else None
-
-    def least(self) -> Trial:
-        if self._least is None:
-            baseline = self.job.uses(UNCHANGED)[0].plan.baseline_peak_bytes
-            plan = smallest_plan(self._plan, baseline)
-            self._least = self._trial(self._within(plan.budget_bytes or plan.peak_bytes))
-        return self._least
-
-    def another(self) -> Trial | None:
-        """A minimum cut: predicted to take more, it is simpler, and the compiler may make less of it."""
-        return self._trial(Setting("a minimum cut", PolicyPlanner(self.job.min_cut)))
-
-    def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
-        del low, high  # a plan is asked for at the very place
-        try:
-            return self._trial(self._within(target_bytes))
-        except BudgetError:
-            return self.least()
-
-    def _within(self, budget_bytes: int) -> Setting:
-        budget = max(budget_bytes, 1)
-        return Setting(
-            f"a budget of {human_bytes(budget)}", PolicyPlanner(self.policy, budget, margin=0)
-        )
-
-    def _plan(self, budget_bytes: int) -> Plan:
-        return self.job.uses(self._within(budget_bytes))[0].plan
-
-    def _trial(self, setting: Setting) -> Trial:
+    def trial(self, setting: Setting) -> Trial:
         return self.job.trial(setting, lambda uses: uses[0].plan.peak_bytes)
 
 

@@ -19,7 +19,8 @@ from jax.custom_derivatives import SymbolicZero
 from remat import compat
 from remat.core.errors import DifferentiationError
 from remat.core.interrupt import interrupted, planning
-from remat.lower.pipeline import Room, plan_room
+from remat.lower.confirm import plan_and_confirm
+from remat.lower.pipeline import Room
 from remat.lower.split import inputs_with_gradient, split_planned
 from remat.lower.staged import Staged, are_concrete
 from remat.planning.protocol import Planner
@@ -114,9 +115,7 @@ class StagedFunction:
         found = self._staged.get(key)
         if found is None:
             with planning() if self.planner.takes_long else nullcontext():
-                found = Staged(
-                    *plan_room(self.room, inputs, perturbed, self.planner, StagedFunction)
-                )
+                found = plan_and_confirm(self.room, inputs, perturbed, self.planner, StagedFunction)
                 ended_early = interrupted()
             passing = any(map(compat.is_tracer, found.joint.program.constants.values()))
             if not passing and not ended_early:

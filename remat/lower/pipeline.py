@@ -34,7 +34,7 @@ from remat.trace.program import (
 )
 from remat.trace.symbolic import STAND_IN, has_symbols
 
-__all__ = ["BodyFunction", "Room", "plan_room"]
+__all__ = ["BodyFunction", "MakesBody", "Room", "plan_room"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ def plan_room(
         joint, loops = _rewritten(_Traces(room, inputs, perturbed, session, body))
         plan = session.plan(joint.graph, barriers=room.barriers)
         nested = loops.plans()
-        session.confirm(plan, nested)
+        session.check_loops(plan, nested)
         if nested and not plan.loops:
             plan = with_loops(plan, nested)
         if not session.again(plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from remat.core.errors import PlanError
+from remat.core.errors import BudgetError, PlanError
 from remat.core.forms import form_of, get_encoding
 from remat.core.graph import Alternatives, Graph
 from remat.planning.make import make_plan
@@ -18,7 +18,31 @@ from remat.plans.plan import LoopPlan, Plan
 from remat.policies import Full, Policy
 from remat.policies.base import BudgetPolicy
 
-__all__ = ["PlanPlanner", "PolicyPlanner"]
+__all__ = ["Confirm", "PlanPlanner", "PolicyPlanner"]
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """How a budget is confirmed by the compiler.
+
+    Attributes:
+        compiles: at most so many programs are compiled, 2 or more; those in the cache on disk count, too.
+        device: to compile for: `"attached"`, the name of a GPU that need not be there, `"cpu"`, or `"auto"`: the
+            attached device if it is a GPU, else the policy's if XLA's compiler for it is installed, else none.
+
+    Raises:
+        BudgetError: fewer than two compiles.
+    """
+
+    compiles: int = 6
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.compiles < 2:
+            raise BudgetError(
+                f"Confirm(compiles={self.compiles!r}): expected 2 or more, one for the program without "
+                "rematerialization; confirm=False compiles nothing"
+            )
 
 
 @dataclass(frozen=True)
@@ -29,6 +53,7 @@ class PolicyPlanner(SteadyPlanner):
         policy: any `remat.policies.Policy`.
         budget: bytes, or a fraction of the peak without rematerialization, or None.
         margin: share of the budget that plans leave for the prediction's error, if there is one that can.
+        confirm: how the compiler is asked whether the budget is met, None if it is not.
         tags: `checkpoint_name`s of the function as written, wherever they are in it; None for the body of a loop,
             which need not hold what the policy names.
     """
@@ -36,6 +61,7 @@ class PolicyPlanner(SteadyPlanner):
     policy: Policy
     budget: int | float | None = None
     margin: float = MARGIN
+    confirm: Confirm | None = None
     tags: frozenset[str] | None = None
 
     @property
@@ -144,7 +170,7 @@ class PlanPlanner(SteadyPlanner):
                 return _LoopPlanner(entry.plan, whole, entry.chunk)
         return _Unplanned(whole)
 
-    def confirm(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
+    def check_loops(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
         """Raises PlanError if a loop is not the one the plan was made for."""
         if plan is not self.made:
             return  # of a loop body that jax traced on the way: thrown away
@@ -163,7 +189,7 @@ class _LoopPlanner(PlanPlanner):
     """Applies the plan of a loop body.
 
     While jax finds out which carried values are differentiated it traces bodies that the plan is not for. They
-    get a plan that is thrown away; `PlanPlanner.confirm` looks at the last one.
+    get a plan that is thrown away; `PlanPlanner.check_loops` looks at the last one.
     """
 
     chunk: int = NO_CHUNKS

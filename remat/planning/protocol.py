@@ -62,7 +62,7 @@ class Planner(Protocol):
         """
         ...
 
-    def confirm(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
+    def check_loops(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
         """Raises if the plans that the loops ended up with are not those that were meant.
 
         jax traces a loop's body several times until it knows which carried values are differentiated, and
@@ -111,6 +111,6 @@ class SteadyPlanner:
         del length
         return NO_CHUNKS
 
-    def confirm(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
+    def check_loops(self, plan: Plan, loops: tuple[LoopPlan, ...]) -> None:
         """Whatever the loops were planned to is right."""
         del plan, loops

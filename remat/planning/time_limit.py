@@ -9,14 +9,15 @@ the policy with that many `seconds`.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from remat.core.deadline import limited, now, until
 from remat.core.graph import Graph
 from remat.policies.base import BudgetPolicy, Decision, Policy
 
-__all__ = ["TimeLimit"]
+__all__ = ["SharedTime", "TimeLimit"]
 
 _P = TypeVar("_P", bound=Policy)
 
@@ -69,6 +70,31 @@ class TimeLimit:
         policy = _limited(self.policy, given / self.seconds)
         with limited(given):
             return policy.decide_within(graph, budget_bytes)
+
+
+class SharedTime:
+    """A policy's time limit over several plannings with other work between them, which does not count.
+
+    Args:
+        policy: as the user set it.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.seconds = _longest(policy)
+        self.used = 0.0
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """What happens in this context is a planning: it ends with half of what is left."""
+        if self.seconds is None:
+            yield
+            return
+        begin = now()
+        try:
+            with limited(max(_SHARE * (self.seconds - self.used), _LEAST * self.seconds)):
+                yield
+        finally:
+            self.used += now() - begin
 
 
 def _longest(policy: Policy) -> float | None:

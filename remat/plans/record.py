@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Certificate",
+    "Confirmed",
     "LoopRecord",
     "PlanRecord",
     "Recomputed",
@@ -93,6 +94,29 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
+class Confirmed:
+    """What the compiler made of a plan: of the program that computes a function's results and gradients.
+
+    Attributes:
+        device: that it was compiled for.
+        jax_version: that compiled it.
+        temp_bytes: everything that is neither argument nor result, at its peak.
+        traffic_bytes: device memory read and written per call.
+        matmuls: executed per call.
+        roofline_seconds: estimate per call, None if the rates of the device are not known.
+        compiles: programs that were compiled, or looked up, until this one was chosen.
+    """
+
+    device: str
+    jax_version: str
+    temp_bytes: int
+    traffic_bytes: int
+    matmuls: int
+    roofline_seconds: float | None
+    compiles: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class LoopRecord:
     """The plan of a loop body.
 
@@ -134,6 +158,8 @@ class PlanRecord:
         opaque: operators the planner could not look into, each with what it did about it.
         device: device whose roofline the estimates use.
         budget_bytes: the budget the plan was made for, None if there was none.
+        confirmed: what the compiler made of it, None if it was not asked. Then `budget_bytes` bounds
+            `confirmed.temp_bytes`, and otherwise `peak_bytes`.
     """
 
     policy_name: str
@@ -156,6 +182,7 @@ class PlanRecord:
     device: str = "h200"
     budget_bytes: int | None = None
     solve_seconds: float = field(default=0.0, compare=False)
+    confirmed: Confirmed | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         kept = sum(not entry.is_input for entry in self.saved)

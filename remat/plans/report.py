@@ -179,10 +179,18 @@ def _rewritten(plan: PlanRecord) -> list[str]:
 def _budget(plan: PlanRecord) -> list[str]:
     if plan.budget_bytes is None:
         return []
-    share = plan.peak_bytes / plan.budget_bytes
-    return [
-        f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), {share:.0%} of it used"
+    found = plan.confirmed
+    used = plan.peak_bytes if found is None else found.temp_bytes
+    lines = [
+        f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), "
+        f"{used / plan.budget_bytes:.0%} of it used"
     ]
+    if found is not None:
+        lines.append(
+            f"confirmed: {human_bytes(used)} compiled for {found.device} by jax {found.jax_version}, "
+            f"the choice of {found.compiles} programs"
+        )
+    return lines
 
 
 def _status(plan: PlanRecord) -> str:

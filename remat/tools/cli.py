@@ -117,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a setting of the policy, e.g. memory_weight=0; may be repeated",
     )
     plan.add_argument("--budget", help="bound on the peak: 6GiB, bytes, or a fraction (0.5)")
+    plan.add_argument(
+        "--confirm",
+        metavar="DEVICE",
+        help="compile the plan for this device to confirm the budget: h200, cpu, attached, auto, off",
+    )
     plan.add_argument("--top", type=_positive, default=12, help="rows per list (default: 12)")
     plan.add_argument("--save", type=Path, metavar="FILE.json", help="write the plan")
     compare = commands.add_parser("compare", help="compile a function under several policies")
@@ -241,6 +246,7 @@ def _plan(options: argparse.Namespace) -> int:
             *args,
             remat_policy=policy,
             budget=options.budget,
+            confirm=options.confirm,
             argnums=options.argnums,
             progress=progress,
         )

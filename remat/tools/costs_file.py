@@ -18,15 +18,9 @@ import jax
 
 from remat.tools.alone import JaxDevice, one_line
 
-__all__ = ["CostsFile", "default_cache_dir", "kind_of"]
+__all__ = ["CostsFile", "kind_of"]
 
 _FORMAT = 1
-
-
-def default_cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/remat`, or `~/.cache/remat` where that is unset, empty or relative."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "remat"
 
 
 def kind_of(device: JaxDevice) -> str:

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from remat import compat, wrapping
+from remat.compiler.remembered import default_cache_dir
 from remat.core.cost import op_seconds
 from remat.core.devices import DEVICES, Device, device_of_kind, get_device
 from remat.core.errors import CompileError, PolicyError
@@ -36,7 +37,7 @@ from remat.core.primitives import OpClass
 from remat.planning.planners import PlanPlanner, PolicyPlanner
 from remat.resolve import resolve
 from remat.tools.alone import JaxDevice, describe, is_kernel, key_of, one_line, seconds_alone
-from remat.tools.costs_file import CostsFile, default_cache_dir, kind_of
+from remat.tools.costs_file import CostsFile, kind_of
 from remat.trace.classify import classify_equation
 from remat.trace.joint import Joint, check_differentiable
 from remat.trace.program import Program

@@ -270,7 +270,9 @@ def iter_pareto(
 
     def plan_at(budget_bytes: int | None) -> Plan:
         with planning(say) if budget_bytes is not None else nullcontext():
-            made = make_plan(fun, *args, remat_policy=remat_policy, budget=budget_bytes, **options)
+            made = make_plan(
+                fun, *args, remat_policy=remat_policy, budget=budget_bytes, confirm=False, **options
+            )
             raise_interrupt()  # a curve of plans that ended early says nothing
         return replace(made, budget_bytes=budget_bytes)
 

@@ -1,0 +1,144 @@
+"""Asks the compiler for the memory of a planned function: of the program of its results and gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat import compat
+from remat.compiler.compile import trace_step
+from remat.compiler.remembered import compiled_numbers
+from remat.compiler.toolchain import find_plugin
+from remat.core.devices import get_device
+from remat.core.errors import CompileError, RematWarning
+from remat.lower.pipeline import MakesBody, Room, plan_room
+from remat.lower.regions import annotate_program
+from remat.lower.staged import Staged
+from remat.planning.confirm import confirmed
+from remat.planning.planners import PolicyPlanner
+from remat.planning.protocol import Planner
+from remat.plans.record import Confirmed
+from remat.policies import Unchanged
+from remat.trace.program import Program, evaluate
+
+__all__ = ["plan_and_confirm"]
+
+
+def plan_and_confirm(
+    room: Room,
+    inputs: Sequence[Any],
+    perturbed: tuple[bool, ...],
+    planner: Planner,
+    body: MakesBody,
+) -> Staged:
+    """Returns a room with its plan; with a budget, one that the compiler confirms if the planner says so.
+
+    The arguments are those of `remat.lower.pipeline.plan_room`.
+
+    Raises:
+        BudgetError: the budget is not met, as predicted or, where the compiler is asked, as compiled.
+        CompileError: the device that was named cannot be compiled for.
+    """
+
+    def make(other: Planner) -> Staged:
+        return Staged(*plan_room(room, inputs, perturbed, other, body))
+
+    asked = planner if isinstance(planner, PolicyPlanner) and planner.has_budget else None
+    if asked is None or asked.confirm is None or room.is_body:
+        return make(planner)
+    device, reason = _device(asked)
+    if reason:
+        return _unconfirmed(make(planner), reason)
+    try:
+        staged, plan = confirmed(
+            asked,
+            asked.confirm.compiles,
+            make,
+            lambda made: _compiled(made, room, device),
+            takes_plain=not room.name_values,  # what it keeps has no names
+        )
+    except CompileError as error:
+        if asked.confirm.device != "auto":
+            raise
+        warnings.warn(
+            f"a budget is met as predicted, and not confirmed by the compiler: {error}",
+            RematWarning,
+            stacklevel=2,
+        )
+        return _unconfirmed(make(planner), "the compiler failed")
+    return Staged(staged.joint, plan)
+
+
+def _device(planner: PolicyPlanner) -> tuple[str | None, str]:
+    """The device to compile for, None for the attached one; or why there is none."""
+    assert planner.confirm is not None
+    wanted = planner.confirm.device
+    if wanted == "attached" or (wanted == "auto" and jax.default_backend() in ("gpu", "tpu")):
+        return None, ""
+    if wanted != "auto":
+        return wanted, ""
+    name = planner.policy.device
+    if get_device(name).gpu is None:
+        return None, f"no compiler for {name} is known"
+    if find_plugin() is None:
+        return None, f"XLA's compiler for {name} is not installed (remat[deviceless])"
+    return name, ""
+
+
+def _unconfirmed(staged: Staged, reason: str) -> Staged:
+    note = f"the budget is met as predicted; the compiler was not asked: {reason}"
+    return Staged(staged.joint, replace(staged.plan, notes=(*staged.plan.notes, note)))
+
+
+def _compiled(staged: Staged, room: Room, device: str | None) -> Confirmed:
+    """Compiles the results and gradients of a planned room for inputs and cotangents of its shapes.
+
+    Raises:
+        CompileError: it cannot be compiled alone, or not for this device.
+    """
+    program = staged.joint.program
+    if any(map(compat.is_tracer, program.constants.values())):
+        raise CompileError("the function closes over values of a transformation around it")
+    count = staged.joint.num_inputs
+    shapes = [_shape(program, v) for v in program.inputs]
+
+    def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        results, kept = staged.forward(inputs)
+        return results, staged.backward(kept, cotangents)
+
+    def by_policy(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        wanted = [i for i, flag in enumerate(staged.joint.perturbed) if flag]
+
+        def of_wanted(*values: Any) -> list[Any]:
+            given = list(inputs)
+            for index, value in zip(wanted, values, strict=True):
+                given[index] = value
+            if staged.plan.policy_name == Unchanged.name:
+                return evaluate(room.program, given)
+            return annotate_program(room.program, staged.plan, given, prevent_cse=room.barriers)
+
+        results, pull = jax.vjp(of_wanted, *(inputs[i] for i in wanted))
+        given = dict(zip(staged.joint.cotangent_outputs, cotangents, strict=True))
+        none = ((i, np.zeros(x.shape, jax.dtypes.float0)) for i, x in enumerate(results))
+        return results, pull([given.get(i, zero) for i, zero in none])
+
+    try:
+        traced = trace_step(
+            by_policy if room.name_values else step,
+            (shapes[:count], shapes[count:]),
+            {},
+            device=device,
+        )
+        return compiled_numbers(traced)
+    except (TypeError, ValueError, NotImplementedError, NameError) as error:
+        raise CompileError(f"the function cannot be compiled alone: {error}") from error
+
+
+def _shape(program: Program, value: int) -> jax.ShapeDtypeStruct:
+    aval = program.avals[value]
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

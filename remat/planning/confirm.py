@@ -1,0 +1,291 @@
+"""A budget that the compiler confirms: what is planned is compiled, and planned again until that fits.
+
+What a plan predicts is the memory of a simulated program. The compiler is asked for that of the real one: of the
+program without rematerialization first, which says what a fraction is of, and whether there is anything to do; then
+of plans, each aimed by what came of those before (`remat.planning.search`). Of all that fit the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from remat.core.errors import BudgetError
+from remat.core.interrupt import interrupted, raise_interrupt, say
+from remat.planning import search
+from remat.planning.planners import PolicyPlanner
+from remat.planning.protocol import Planner
+from remat.planning.resort import limit_bytes
+from remat.planning.smallest import smallest_plan
+from remat.planning.time_limit import SharedTime
+from remat.plans.plan import Plan
+from remat.plans.record import Confirmed
+from remat.plans.report import human_bytes
+from remat.policies import Full, MinCut, Policy, Unchanged
+from remat.policies.base import BudgetPolicy, describe_options
+
+__all__ = ["UNCHANGED", "Bench", "BudgetKnob", "Made", "Setting", "confirmed"]
+
+_TOLERANCE = 0.1
+"""Share of a budget that may be left unused before another compile is spent. Bound: so much memory."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a knob stands: a planner, and what it does in words."""
+
+    label: str
+    planner: Planner
+
+
+# The program is that of the plain step.
+UNCHANGED = Setting("as without rematerialization", PolicyPlanner(Unchanged()))
+
+T = TypeVar("T", bound=search.Trial)
+
+
+class Bench(Protocol[T]):
+    """Plans and compiles at settings; nothing is planned or compiled twice."""
+
+    def plan(self, setting: Setting) -> Plan:
+        """Plans; compiles nothing."""
+        ...
+
+    def trial(self, setting: Setting) -> T:
+        """Compiles; plans that were compiled before are that trial again."""
+        ...
+
+
+class BudgetKnob(Generic[T]):
+    """The budget of one function's plan; a `remat.planning.search.Knob`.
+
+    The policy's time limit holds for all its plannings together: each has half of what is left.
+    """
+
+    def __init__(self, bench: Bench[T], policy: BudgetPolicy) -> None:
+        self.bench, self.policy = bench, policy
+        self._time = SharedTime(policy)
+        self._least: T | None = None
+        self._others = self._other_plans()
+
+    def cheapest(self) -> T:
+        """Compiles the cheapest plan."""
+        return self.bench.trial(Setting("no budget", PolicyPlanner(self.policy)))
+
+    def plain(self, limit_bytes: int) -> T | None:
+        """Compiles the program without rematerialization, if it is predicted to need at most `limit_bytes`."""
+        found = self.bench.plan(UNCHANGED).peak_bytes <= limit_bytes
+        return self.bench.trial(UNCHANGED) if found else None
+
+    def least(self) -> T:
+        """Compiles the plan with the smallest predicted peak."""
+        if self._least is None:
+            baseline = self.bench.plan(UNCHANGED).baseline_peak_bytes
+            with self._time.next():
+                plan = smallest_plan(lambda budget: self.bench.plan(self._within(budget)), baseline)
+                setting = self._within(plan.budget_bytes or plan.peak_bytes)
+                self.bench.plan(setting)
+            self._least = self.bench.trial(setting)
+        return self._least
+
+    def another(self) -> T | None:
+        """Compiles another policy's plan: predicted to take more, the compiler may make less of it."""
+        return next(self._others, None)
+
+    def at(self, target_bytes: int, low: T | None, high: T | None) -> T | None:
+        """Compiles a plan that is asked for at the very place, or for the smallest peak that the refusal names."""
+        del low, high
+        for _ in range(2):
+            setting = self._within(target_bytes)
+            try:
+                with self._time.next():
+                    self.bench.plan(setting)
+            except BudgetError as error:
+                target_bytes = error.smallest_peak_bytes or 0
+            else:
+                return self.bench.trial(setting)
+        return self.least()
+
+    def _within(self, budget_bytes: int) -> Setting:
+        budget = max(budget_bytes, 1)
+        return Setting(
+            f"a budget of {human_bytes(budget)}", PolicyPlanner(self.policy, budget, margin=0)
+        )
+
+    def _other_plans(self) -> Iterator[T]:
+        """Of quick policies; a published algorithm (`falls_back` is False) is not replaced by another."""
+        device = self.policy.device
+        others: tuple[tuple[str, Policy], ...] = (
+            ("a minimum cut", MinCut(device=device)),
+            ("nothing kept", Full()),
+            ("matmuls without batch dimensions kept", MinCut(device=device, heavy="batched")),
+        )
+        for label, other in others if self.policy.falls_back else ():
+            yield self.bench.trial(Setting(label, PolicyPlanner(other)))
+
+
+class Made(Protocol):
+    """A function with its plan, traced: what is compiled."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        ...
+
+
+M = TypeVar("M", bound=Made)
+
+
+@dataclass(frozen=True)
+class _Trial(Generic[M]):
+    """What the compiler made of a plan."""
+
+    setting: Setting
+    made: M
+    found: Confirmed
+    limit_bytes: int
+
+    @property
+    def predicted_bytes(self) -> int:
+        return self.made.plan.peak_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.found.temp_bytes
+
+    @property
+    def temp_bytes(self) -> int:
+        return self.found.temp_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.found.temp_bytes <= self.limit_bytes
+
+    @property
+    def recompute_seconds(self) -> float:
+        return self.made.plan.recompute_seconds
+
+    @property
+    def roofline_seconds(self) -> float | None:
+        return self.found.roofline_seconds
+
+
+class _Bench(Generic[M]):
+    """Makes and compiles the plans of one function."""
+
+    def __init__(self, make: Callable[[Planner], M], compiled: Callable[[M], Confirmed]) -> None:
+        self.make, self.compiled = make, compiled
+        self.limit_bytes = 0
+        self.trials: dict[str, _Trial[M]] = {}  # by digest of the plan
+        self._made: dict[Planner, M] = {}
+
+    def made(self, setting: Setting) -> M:
+        if setting.planner not in self._made:
+            self._made[setting.planner] = self.make(setting.planner)
+        return self._made[setting.planner]
+
+    def plan(self, setting: Setting) -> Plan:
+        return self.made(setting).plan
+
+    def trial(self, setting: Setting) -> _Trial[M]:
+        made = self.made(setting)
+        key = made.plan.digest()
+        if key not in self.trials:
+            say(f"{setting.label}: compiling, number {len(self.trials) + 1}")
+            found = self.compiled(made)
+            say(f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}")
+            self.trials[key] = _Trial(setting, made, found, self.limit_bytes)
+        return self.trials[key]
+
+    def hold_to(self, limit_bytes: int) -> None:
+        """Sets the limit, which is not known before the first trial."""
+        self.limit_bytes = limit_bytes
+        self.trials = {key: replace(t, limit_bytes=limit_bytes) for key, t in self.trials.items()}
+
+
+def confirmed(
+    planner: PolicyPlanner,
+    max_compiles: int,
+    make: Callable[[Planner], M],
+    compiled: Callable[[M], Confirmed],
+    *,
+    takes_plain: bool = True,
+) -> tuple[M, Plan]:
+    """Returns a function with a plan whose compiled program is within the planner's budget, and that plan.
+
+    Args:
+        planner: with a budget; a fraction is of what the compiled program takes without rematerialization.
+        max_compiles: at most so many programs are compiled.
+        make: plans with a planner.
+        compiled: what the compiler says of what was made.
+        takes_plain: whether the program without rematerialization may be taken as it is.
+
+    Raises:
+        BudgetError: no compiled program fits; the message has the smallest.
+    """
+    assert planner.budget is not None
+    bench = _Bench(make, compiled)
+    policy = planner.policy
+    limit = limit_bytes(planner.budget, bench.trial(UNCHANGED).temp_bytes)
+    bench.hold_to(limit)
+    plain = bench.trial(UNCHANGED)
+    own = Setting("no budget", replace(planner, budget=None, confirm=None))
+    if plain.fits or not isinstance(policy, BudgetPolicy):
+        trials = [plain, bench.trial(own)]
+    else:
+        knob = BudgetKnob(bench, policy)
+
+        def left() -> int:
+            return 0 if interrupted() else max_compiles - len(bench.trials)
+
+        trials = search.search(
+            knob, plain, limit, left=left, tolerance=_TOLERANCE, first_is_alike=False
+        )
+    fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
+    if not fitting:
+        raise_interrupt()
+        raise _too_large(trials, policy, limit)
+    best = search.fastest(fitting)
+    if best.setting is not own and not isinstance(policy, BudgetPolicy) and trials[-1].fits:
+        best = trials[-1]  # it was asked for
+    return best.made, _finished(best, trials, planner, limit)
+
+
+def _finished(best: _Trial[M], trials: list[_Trial[M]], planner: PolicyPlanner, limit: int) -> Plan:
+    plan, policy = best.made.plan, planner.policy
+    notes = [*plan.notes]
+    if plan.policy_name != policy.name:
+        notes.append(f"{best.setting.label}: of what was compiled and fits the fastest")
+    if best.temp_bytes < (1 - _TOLERANCE) * limit:
+        above = [t for t in trials if not t.fits]
+        nearest = min((t.temp_bytes for t in above), default=None)
+        why = (
+            "it is as fast as any"
+            if nearest is None
+            else f"the next larger that was compiled takes {nearest:,} bytes"
+        )
+        notes.append(f"{best.temp_bytes / limit:.0%} of the budget is used: {why}")
+    return replace(
+        plan,
+        policy_name=policy.name,
+        options=describe_options(policy),
+        budget_bytes=limit,
+        notes=tuple(notes),
+        confirmed=replace(best.found, compiles=len(trials)),
+    )
+
+
+def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int) -> BudgetError:
+    best = min(trials, key=lambda t: t.temp_bytes)
+    advice = (
+        "allow for more compiles: confirm=remat.Confirm(compiles=12)"
+        if isinstance(policy, BudgetPolicy)
+        else "try remat_policy='ilp', which plans within one"
+    )
+    return BudgetError(
+        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {len(trials)} programs compiled "
+        f"for {best.found.device} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the "
+        f"budget, or {advice}.",
+        smallest_peak_bytes=best.temp_bytes,
+    )

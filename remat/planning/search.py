@@ -1,0 +1,198 @@
+"""Where to plan next, from what the compiler made of the plans before: the search of `remat.fit` and `confirm=`.
+
+What is turned is a `Knob`, from the cheapest plans to those with the least memory; what comes of a setting is a
+`Trial`. Memory is taken to grow linearly with its prediction between two trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+from remat.core.interrupt import raise_interrupt
+
+__all__ = ["Knob", "Trial", "fastest", "search"]
+
+# All chosen by look, on the models of `benchmarks/fit.py`. None decides what fits, which the compiler says: only
+# how many compiles are spent, and how near to the limit the result comes. Shares:
+_MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
+_NEAR = 0.25  # of the temporaries: how far too large the least plans may be for those between to be tried
+_STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
+_INSIDE = 0.02  # of the way between two trials: how near to either of them the next may be placed
+
+
+class Trial(Protocol):
+    """What the compiler made of plans."""
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the plans say: of their peak, or of what they keep."""
+        ...
+
+    @property
+    def total_bytes(self) -> int:
+        """What is held to the limit."""
+        ...
+
+    @property
+    def temp_bytes(self) -> int:
+        """The part of it that depends on the plans."""
+        ...
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the limit."""
+        ...
+
+    @property
+    def recompute_seconds(self) -> float:
+        """What the plans repeat, by their own estimate."""
+        ...
+
+    @property
+    def roofline_seconds(self) -> float | None:
+        """What the compiled program takes at least, None if the device's rates are not known."""
+        ...
+
+
+T = TypeVar("T", bound=Trial)
+
+
+class Knob(Protocol[T]):
+    """What is turned; the same plans are the same trial."""
+
+    def at(self, target_bytes: int, low: T | None, high: T | None) -> T | None:
+        """Compiles plans predicted at about `target_bytes`, between two trials; None if there are none."""
+        ...
+
+    def least(self) -> T:
+        """Compiles the plans with the least memory."""
+        ...
+
+    def another(self) -> T | None:
+        """Compiles plans of another kind that take little memory, for when the least do not fit; None after all."""
+        ...
+
+
+def search(
+    knob: Knob[T],
+    first: T,
+    limit_bytes: int,
+    *,
+    left: Callable[[], int],
+    known: Sequence[T] = (),
+    tolerance: float,
+    first_is_alike: bool = True,
+) -> list[T]:
+    """Turns a knob until its plans fit and little is unused.
+
+    Args:
+        knob: to turn.
+        first: trial of plans that repeat little or nothing.
+        limit_bytes: what `total_bytes` is to be within.
+        left: how many more compiles there may be.
+        known: other trials that were made before.
+        tolerance: share of the limit that may be left unused before another compile is spent.
+        first_is_alike: whether predictions of `first` and of the others err alike. The program as it is has no
+            schedule of ours: XLA orders it.
+
+    Returns:
+        All trials, those known included. If none fits, the one with the least memory is among them, unless what
+        does not depend on plans is too large alone.
+    """
+    trials = [*known, first]
+    if first.fits or limit_bytes <= first.total_bytes - first.temp_bytes:
+        return trials  # nothing to gain, or not even without any temporaries
+    least: T | None = None
+    while left() > 0:
+        raise_interrupt()
+        low = max((t for t in trials if t.fits), key=lambda t: t.predicted_bytes, default=None)
+        fails = [t for t in trials if not t.fits]
+        if low is None and least is not None:
+            found = _between(knob, trials, least, limit_bytes) or knob.another()
+            if found is None:
+                break
+            if not _is_among(found, trials):
+                trials.append(found)
+            continue
+        if low is not None:
+            fails = [t for t in fails if t.predicted_bytes > low.predicted_bytes]
+            if not fails or limit_bytes - low.total_bytes <= tolerance * limit_bytes:
+                break
+        target = _next(fails, low, limit_bytes, None if first_is_alike else first)
+        high = min(fails, key=lambda t: t.predicted_bytes)
+        found = None
+        if target is not None and (low is not None or left() > 1):
+            found = knob.at(target, low, high)
+            if low is not None and found is not None and _is_among(found, trials):
+                # Plans come in steps, of a loop say, and the next one may begin just above.
+                found = knob.at((target + high.predicted_bytes) // 2, low, high)
+        if low is None and (found is None or _is_among(found, trials)):
+            found = least = knob.least()
+        if found is None:
+            break
+        if not _is_among(found, trials):
+            trials.append(found)
+        elif low is not None:
+            break
+    if not any(trial.fits for trial in trials):
+        raise_interrupt()
+    return trials
+
+
+def fastest(fitting: Sequence[T]) -> T:
+    """The least roofline time of the compiled programs, or of what plans repeat where that is not known."""
+    if any(trial.roofline_seconds is None for trial in fitting):
+        return min(fitting, key=lambda t: (t.recompute_seconds, t.total_bytes))
+    return min(fitting, key=lambda t: (t.roofline_seconds or 0.0, t.total_bytes))
+
+
+def _between(knob: Knob[T], trials: Sequence[T], least: T, limit_bytes: int) -> T | None:
+    """A trial in the widest gap of predictions, None if the least plans are far too large or none is new.
+
+    The least plans are so by prediction; what the compiler makes of a plan that repeats less may be smaller.
+    """
+    excess = least.total_bytes - limit_bytes
+    if excess > _NEAR * least.temp_bytes:
+        return None
+    above = [t for t in trials if t.predicted_bytes >= least.predicted_bytes]
+    ordered = sorted(above, key=lambda t: t.predicted_bytes)
+    pairs = sorted(pairwise(ordered), key=lambda p: p[0].predicted_bytes - p[1].predicted_bytes)
+    for low, high in pairs[:1]:
+        found = knob.at((low.predicted_bytes + high.predicted_bytes) // 2, low, high)
+        if found is not None and not _is_among(found, trials):
+            return found
+    return None
+
+
+def _is_among(trial: Trial, trials: Sequence[Trial]) -> bool:
+    return any(trial is other for other in trials)
+
+
+def _next(
+    fails: Sequence[Trial], low: Trial | None, limit_bytes: int, odd: Trial | None
+) -> int | None:
+    """The prediction to aim at; None if predictions are no guide. `odd` says nothing of a slope."""
+    high = min(fails, key=lambda t: t.predicted_bytes)
+    # What is neither temporary nor prediction is the same in all trials.
+    wanted = limit_bytes - int(_MARGIN * limit_bytes) - (high.total_bytes - high.temp_bytes)
+    if low is not None:
+        rise = high.temp_bytes - low.temp_bytes
+        share = (wanted - low.temp_bytes) / rise if rise > 0 else 0.5
+        share = min(max(share, _INSIDE), 1 - _INSIDE)
+        return low.predicted_bytes + round(share * (high.predicted_bytes - low.predicted_bytes))
+    if wanted <= 0:
+        return None
+    others = [t for t in fails if t.predicted_bytes > high.predicted_bytes and t is not odd]
+    if others:
+        near = min(others, key=lambda t: t.predicted_bytes)
+        slope = (near.temp_bytes - high.temp_bytes) / (near.predicted_bytes - high.predicted_bytes)
+        if slope < _STEEP_ENOUGH:
+            return None
+        target = high.predicted_bytes - round((high.temp_bytes - wanted) / slope)
+    else:  # the more careful of: a constant above the prediction, and a multiple of it
+        apart = high.predicted_bytes - (high.temp_bytes - wanted)
+        times = high.predicted_bytes * wanted // max(high.temp_bytes, 1)
+        target = min(apart, times)
+    return target if target > 0 else None

@@ -1,0 +1,282 @@
+"""Budgets that the compiler confirms: what `confirm=` accepts, what it promises, what it remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_graphs import chain, laws
+
+import remat
+from remat import Confirm
+from remat.compiler.compile import TracedStep
+from remat.core.errors import BudgetError, CompileError
+from remat.planning.confirm import confirmed
+from remat.planning.make import make_plan
+from remat.planning.planners import PolicyPlanner
+from remat.planning.protocol import Planner
+from remat.planning.resort import unchanged_plan
+from remat.planning.within import plan_within
+from remat.plans.plan import Plan
+from remat.plans.record import Confirmed
+from remat.policies import Full, Ilp, MinCut, Policy
+from remat.policies.base import BudgetPolicy
+from remat.resolve import parse_confirm
+
+QUICK = Ilp(method="starts")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = jnp.tanh(x @ weight) + jnp.sin(x)
+    return jnp.sum(x**2)
+
+
+def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+    def step(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ weight) + jnp.sin(x), None
+
+    return jnp.sum(jax.lax.scan(step, x, weights)[0] ** 2)
+
+
+def args(stacked: bool = False) -> tuple[Any, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 8)
+    weights = [jax.random.normal(key, (64, 64)) / 8 for key in keys]
+    x = jax.random.normal(jax.random.key(1), (512, 64))
+    return (jnp.stack(weights) if stacked else weights), x
+
+
+# --- what is accepted ------------------------------------------------------------------------------
+
+
+def test_what_confirm_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REMAT_CONFIRM", raising=False)
+    assert parse_confirm(None) == parse_confirm(True) == Confirm()
+    assert parse_confirm(False) is parse_confirm(0) is parse_confirm("off") is None
+    assert parse_confirm(3) == Confirm(compiles=3)
+    assert parse_confirm("h100") == Confirm(device="h100")
+    assert parse_confirm(Confirm(4, "cpu")) == Confirm(4, "cpu")
+    monkeypatch.setenv("REMAT_CONFIRM", "off")
+    assert parse_confirm(None) is None and parse_confirm(True) == Confirm()
+    monkeypatch.setenv("REMAT_CONFIRM", "cpu")
+    assert parse_confirm(None) == Confirm(device="cpu")
+
+
+def test_what_confirm_does_not_accept() -> None:
+    with pytest.raises(CompileError, match="expected True, False, a number of compiles"):
+        parse_confirm([1])
+    with pytest.raises(BudgetError, match="expected 2 or more"):
+        parse_confirm(1)
+    with pytest.raises(Exception, match="h20"):
+        parse_confirm("h20")
+
+
+# --- what is promised --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize("is_scanned", [False, True], ids=["unrolled", "scanned"])
+def test_the_compiled_program_is_within_the_budget(is_scanned: bool, lowering: str) -> None:
+    function = scanned if is_scanned else loss
+    arguments = args(is_scanned)
+    plan = remat.plan(
+        function,
+        *arguments,
+        remat_policy=QUICK,
+        budget=0.7,
+        confirm=Confirm(compiles=8, device="cpu"),
+        lowering=lowering,
+    )
+    found = plan.confirmed
+    assert found is not None and plan.budget_bytes is not None
+    assert found.temp_bytes <= plan.budget_bytes
+    assert (found.device, found.jax_version) == ("cpu", jax.__version__)
+    assert 2 <= found.compiles <= 8
+    wrapped = remat.checkpoint(function, remat_policy=plan, lowering=lowering)
+    report = remat.compile_report(jax.value_and_grad(wrapped), *arguments, device="cpu")
+    # The cotangent of a loss is a constant there, and an argument where a plan is confirmed.
+    assert report.temp_bytes <= plan.budget_bytes + 64
+    assert report.matmuls_executed == found.matmuls
+    ours, theirs = jax.jit(jax.grad(wrapped))(*arguments), jax.jit(jax.grad(function))(*arguments)
+    for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-5)
+
+
+def test_where_everything_fits_nothing_has_to_be_repeated() -> None:
+    plan = remat.plan(loss, *args(), remat_policy=QUICK, budget=1.0, confirm="cpu")
+    assert plan.confirmed is not None and plan.budget_bytes is not None
+    assert plan.confirmed.temp_bytes <= plan.budget_bytes
+    assert plan.recompute_flops == 0
+
+
+def test_a_refusal_names_what_was_compiled_and_that_can_be_met() -> None:
+    options: dict[str, Any] = {"remat_policy": QUICK, "confirm": "cpu"}
+    with pytest.raises(BudgetError, match="programs compiled for cpu the smallest takes") as caught:
+        remat.plan(loss, *args(), budget=10_000, **options)
+    named = caught.value.smallest_peak_bytes
+    assert named is not None and named > 10_000
+    plan = remat.plan(loss, *args(), budget=named, **options)
+    assert plan.confirmed is not None and plan.confirmed.temp_bytes <= named == plan.budget_bytes
+
+
+def test_a_policy_without_budgets_is_compiled_as_it_is() -> None:
+    plan = remat.plan(loss, *args(), remat_policy="full", budget=0.9, confirm="cpu")
+    assert plan.confirmed is not None and plan.policy_name == "full"
+    with pytest.raises(BudgetError, match="policy 'full' does not meet"):
+        remat.plan(loss, *args(), remat_policy="full", budget=1000, confirm="cpu")
+
+
+def test_wrapped_functions_confirm_when_they_are_differentiated() -> None:
+    lines: list[str] = []
+
+    def heard(line: str) -> None:
+        lines.append(line)
+
+    plan = remat.plan(loss, *args(), remat_policy=QUICK, budget=0.7, confirm="cpu", progress=heard)
+    assert any("compiling, number 1" in line for line in lines)
+    wrapped = remat.checkpoint(loss, remat_policy=QUICK, budget=0.7, confirm="cpu")
+    report = remat.compile_report(jax.grad(wrapped), *args(), device="cpu")
+    assert plan.budget_bytes is not None and report.temp_bytes <= plan.budget_bytes + 64
+
+
+@pytest.mark.gpu_compile
+def test_an_absent_gpu_confirms_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REMAT_CONFIRM", raising=False)
+    plan = remat.plan(loss, *args(), remat_policy=QUICK, budget=0.6)
+    assert plan.confirmed is not None and plan.confirmed.device == "h200"
+    report = remat.compile_report(
+        jax.grad(remat.checkpoint(loss, remat_policy=plan)), *args(), device="h200"
+    )
+    assert plan.budget_bytes is not None and report.temp_bytes <= plan.budget_bytes
+
+
+# --- when the compiler is not asked -----------------------------------------------------------------
+
+
+def test_off_is_as_predicted() -> None:
+    plan = remat.plan(loss, *args(), remat_policy=QUICK, budget=0.7, confirm=False)
+    assert plan.confirmed is None and plan.budget_bytes is not None
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_without_a_compiler_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat.lower.confirm.find_plugin", lambda: None)
+    plan = remat.plan(
+        lambda w, x: loss(w, x), *args(), remat_policy=QUICK, budget=0.7, confirm=True
+    )
+    assert plan.confirmed is None
+    assert "the compiler was not asked: XLA's compiler for h200 is not installed" in plan.notes[-1]
+
+
+def test_a_compiler_that_fails_is_said_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(step: Any) -> Confirmed:
+        raise CompileError("no tools")
+
+    monkeypatch.setattr("remat.lower.confirm.compiled_numbers", fails)
+    monkeypatch.setattr("remat.lower.confirm._device", lambda planner: ("cpu", ""))
+    with pytest.warns(remat.RematWarning, match="no tools"):
+        plan = remat.plan(
+            lambda w, x: loss(w, x), *args(), remat_policy=QUICK, budget=0.7, confirm=True
+        )
+    assert plan.confirmed is None and "the compiler failed" in plan.notes[-1]
+    with pytest.raises(CompileError, match="no tools"):
+        remat.plan(lambda w, x: loss(w, x), *args(), remat_policy=QUICK, budget=0.7, confirm="cpu")
+
+
+# --- what is remembered -------------------------------------------------------------------------------
+
+
+def test_a_second_time_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"remat_policy": QUICK, "budget": 0.7, "confirm": "cpu"}
+    first = remat.plan(lambda w, x: loss(w, x), *args(), **options)
+    files = list((tmp_path / "remat" / "compiled").glob("*.json"))
+    assert first.confirmed is not None and len(files) >= 2
+
+    def never(self: TracedStep) -> Any:
+        raise AssertionError("compiled again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TracedStep, "compile", never)
+        again = remat.plan(lambda w, x: loss(w, x), *args(), **options)
+    assert again.digest() == first.digest() and again.confirmed == first.confirmed
+    for file in files:  # damaged files are as if they were not there
+        file.write_text("{")
+    damaged = remat.plan(lambda w, x: loss(w, x), *args(), **options)
+    assert damaged.confirmed == first.confirmed
+
+
+def test_plan_files_hold_what_was_confirmed() -> None:
+    plan = remat.plan(loss, *args(), remat_policy=QUICK, budget=0.7, confirm="cpu")
+    assert plan.confirmed is not None
+    assert Plan.from_json(plan.to_json()).confirmed == plan.confirmed
+    assert f"compiled for cpu by jax {jax.__version__}" in str(plan)
+
+
+# --- the search, without a compiler -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Made:
+    plan: Plan
+
+
+def _bench(
+    times: float, more: int
+) -> tuple[Callable[[Planner], _Made], Callable[[_Made], Confirmed]]:
+    """Plans of a chain, and a compiler that makes of a prediction a multiple and a constant."""
+    graph = chain(8, heavy=True, fusible=False)
+
+    def make(planner: Planner) -> _Made:
+        assert isinstance(planner, PolicyPlanner)
+        policy: Policy = planner.policy
+        if planner.budget is not None and isinstance(policy, BudgetPolicy):
+            return _Made(plan_within(graph, policy, int(planner.budget), margin=planner.margin))
+        if policy.name in ("none", "unchanged"):
+            return _Made(unchanged_plan(graph, policy))
+        return _Made(make_plan(graph, policy))
+
+    def compiled(made: _Made) -> Confirmed:
+        plan = made.plan
+        temp = round(times * plan.peak_bytes) + more
+        return Confirmed("toy", "0", temp, 0, 0, 1.0 + plan.recompute_seconds)
+
+    return make, compiled
+
+
+@given(
+    times=st.floats(0.5, 2.0),
+    more=st.integers(0, 2000),
+    share=st.floats(0.2, 1.2),
+    policy=st.sampled_from([QUICK, MinCut(), Full()]),
+)
+@laws()
+def test_whatever_the_compiler_makes_of_it_the_budget_holds(
+    times: float, more: int, share: float, policy: Policy
+) -> None:
+    make, compiled = _bench(times, more)
+    plain = compiled(make(PolicyPlanner(remat.policies.Unchanged()))).temp_bytes
+    budget = max(int(share * plain), 1)
+    planner = PolicyPlanner(policy, budget, confirm=Confirm(8))
+    try:
+        made, plan = confirmed(planner, 8, make, compiled)
+    except BudgetError as error:
+        assert error.smallest_peak_bytes is not None and error.smallest_peak_bytes > budget
+        return
+    assert plan.confirmed is not None and plan.budget_bytes == budget
+    assert plan.confirmed.temp_bytes == compiled(made).temp_bytes <= budget
+    assert plan == replace(plan, confirmed=None)
+    if plain <= budget:
+        assert plan.confirmed.roofline_seconds == pytest.approx(1.0, rel=1e-3)
