@@ -152,6 +152,30 @@ def test_wrapped_functions_confirm_when_they_are_differentiated() -> None:
     assert plan.budget_bytes is not None and report.temp_bytes <= plan.budget_bytes + 64
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["vmap", "scan", "grad of grad"])
+def test_inside_of_transformations_the_function_is_compiled_alone(transform: str) -> None:
+    weights, x = args()
+    wrapped = remat.checkpoint(
+        lambda w, x: loss(w, x), remat_policy=QUICK, budget=0.8, confirm="cpu"
+    )
+
+    def of(function: Callable[..., Any]) -> Any:
+        if transform == "vmap":
+            return jax.vmap(jax.grad(function), (None, 0))(weights, jnp.stack([x, 2 * x]))
+        if transform == "grad of grad":
+            inner = jax.grad(function, 1)
+            return jax.grad(lambda x: jnp.sum(inner(weights, x) ** 2))(x)
+
+        def summed(weights: Any, xs: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda c, x: (c + function(weights, x), None), 0.0, xs)[0]
+
+        return jax.grad(summed)(weights, jnp.stack([x, 2 * x]))
+
+    for our, their in zip(jax.tree.leaves(of(wrapped)), jax.tree.leaves(of(loss)), strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.gpu_compile
 def test_an_absent_gpu_confirms_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REMAT_CONFIRM", raising=False)

@@ -363,7 +363,7 @@ def test_a_steady_planner_takes_the_first_plan_and_leaves_loops_whole() -> None:
     made = tight()
     assert planner.begin() is planner and planner.finish(made) is made
     assert not planner.again(made) and planner.chunk_trips(100) == NO_CHUNKS
-    planner.confirm(made, made.loops)
+    planner.check_loops(made, made.loops)
     assert PlanPlanner(made).chunk_trips(36) == NO_CHUNKS  # of the function itself
 
 
