@@ -6,7 +6,8 @@ Every network of `models/validation` (or of another package of `models` with `NE
 rematerialization, under the default policy and `full`, and by `ilp` within 0.7, 0.5 and 0.3 of what the compiled
 program takes without. Budgets are confirmed by the compiler, so each is met or refused; what is printed says which,
 how far predictions were off, how much of a budget is used, and whether less memory was ever faster by roofline. A
-row is written to `--json` when it is there, and rows that the file has are not made again. `--check` exits with 1
+row is written to `--json` when it is there, and rows that the file has are not made again. A network whose plain
+program the compiler itself fails for has one row, which says so. `--check` exits with 1
 unless nine of ten predictions are within 10 %, none is off by more than 25 %, and no program exceeds its budget.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 import jax
 
 import remat
-from remat import BudgetError, Confirm
+from remat import BudgetError, CompileError, Confirm
 from remat.policies import Ilp, Unchanged
 
 __all__ = ["Row", "main", "rows_of", "summarise"]
@@ -43,7 +44,7 @@ class Row:
     Attributes:
         network: its name.
         policy: `none`, `min_cut`, `full`, or `ilp 0.5`: within that share of what `none` takes.
-        status: `made`, or `refused` if no program within the budget was found.
+        status: `made`, `refused` if no program within the budget was found, or `failed` if the compiler did.
         budget_bytes: None without a budget.
         predicted_bytes: of the plan, 0 if refused.
         temp_bytes: of the compiled gradient; of a refused one the smallest that was compiled.
@@ -84,6 +85,8 @@ def rows_of(
     if plain is None:
         plain = _row(name, "none", loss, args, Unchanged(), None, device)
         done(plain)
+    if plain.status == "failed":
+        return
     jobs: list[tuple[str, Any, int | None]] = [("min_cut", "min_cut", None), ("full", "full", None)]
     jobs += [(f"ilp {s}", within, int(s * plain.temp_bytes)) for s in SHARES]
     for label, policy, budget in jobs:
@@ -100,18 +103,21 @@ def _row(
     budget: int | None,
     device: str,
 ) -> Row:
-    start = time.perf_counter()
+    start, predicted_bytes, smallest_bytes = time.perf_counter(), 0, 0
     try:
         plan = remat.plan(
             loss, *args, remat_policy=policy, budget=budget, confirm=Confirm(device=device)
         )
-    except BudgetError as error:
-        seconds = time.perf_counter() - start
-        smallest = error.smallest_peak_bytes or 0
-        return Row(name, label, "refused", budget, 0, smallest, 0, 0, 0.0, 0, seconds)
-    seconds = time.perf_counter() - start
-    wrapped = remat.checkpoint(loss, remat_policy=plan)
-    report = remat.compile_report(jax.grad(wrapped), *args, device=device)
+        seconds, predicted_bytes = time.perf_counter() - start, plan.peak_bytes
+        wrapped = remat.checkpoint(loss, remat_policy=plan)
+        report = remat.compile_report(jax.grad(wrapped), *args, device=device)
+    except (BudgetError, CompileError) as error:
+        seconds, status = time.perf_counter() - start, "failed"
+        if isinstance(error, BudgetError):
+            status, smallest_bytes = "refused", error.smallest_peak_bytes or 0
+        return Row(
+            name, label, status, budget, predicted_bytes, smallest_bytes, 0, 0, 0.0, 0, seconds
+        )
     return Row(
         network=name,
         policy=label,
@@ -135,6 +141,8 @@ def summarise(rows: Sequence[Row]) -> tuple[list[str], bool]:
     held = [row for row in rows if row.budget_bytes is not None]
     exceeded = [r for r in held if r.status == "made" and r.temp_bytes > (r.budget_bytes or 0)]
     refused = [row for row in held if row.status == "refused"]
+    failed = [f"{row.network} {row.policy}" for row in rows if row.status == "failed"]
+    met = sum(row.status == "made" for row in held) - len(exceeded)
     wasted = [r for r in held if r.status == "made" and r.temp_bytes < 0.9 * (r.budget_bytes or 0)]
     faster = [
         f"{less.network}: {less.policy} is faster than {more.policy}"
@@ -150,10 +158,12 @@ def summarise(rows: Sequence[Row]) -> tuple[list[str], bool]:
     lines = [
         f"{within} of {len(made)} predictions within {WITHIN:.0%} (aim {WITHIN_SHARE:.0%}), median "
         f"{abs(errors[len(errors) // 2].error):.1%}, worst {worst.error:+.1%}: {worst.network} {worst.policy}",
-        f"of {len(held)} budgets {len(held) - len(refused) - len(exceeded)} met, {len(exceeded)} exceeded, "
+        f"of {len(held)} budgets {met} met, {len(exceeded)} exceeded, "
         f"{len(refused)} refused, {len(wasted)} used by less than 90 %",
         f"less memory was faster {len(faster)} times" + "".join(f"\n  {line}" for line in faster),
     ]
+    if failed:
+        lines.append(f"not compiled at all: {', '.join(failed)}")
     good = within >= WITHIN_SHARE * len(made) and abs(worst.error) <= WORST and not exceeded
     return lines, good
 

@@ -304,3 +304,34 @@ def test_whatever_the_compiler_makes_of_it_the_budget_holds(
     assert plan == replace(plan, confirmed=None)
     if plain <= budget:
         assert plan.confirmed.roofline_seconds == pytest.approx(1.0, rel=1e-3)
+
+
+@given(share=st.floats(0.2, 1.2), failing=st.sets(st.integers(0, 9)), is_fraction=st.booleans())
+@laws()
+def test_a_program_that_cannot_be_compiled_is_passed_over(
+    share: float, failing: set[int], is_fraction: bool
+) -> None:
+    make, toy = _bench(1.1, 100)
+    plain = toy(make(PolicyPlanner(remat.policies.Unchanged()))).temp_bytes
+    calls = [-1]
+
+    def compiled(made: _Made) -> Confirmed:
+        calls[0] += 1
+        if calls[0] in failing:
+            raise CompileError("no tiles for it\nat length")
+        return toy(made)
+
+    budget = share if is_fraction else max(int(share * plain), 1)
+    try:
+        made, plan = confirmed(PolicyPlanner(QUICK, budget, confirm=Confirm(8)), 8, make, compiled)
+    except CompileError:
+        assert 0 in failing and (is_fraction or 1 in failing)
+        return
+    except BudgetError as error:
+        assert error.smallest_peak_bytes is not None
+        assert error.smallest_peak_bytes > int(share * plain)
+        return
+    assert plan.confirmed is not None and plan.budget_bytes is not None
+    assert plan.confirmed.temp_bytes == toy(made).temp_bytes <= plan.budget_bytes
+    failed = any(number in failing for number in range(calls[0] + 1))
+    assert any("could not be compiled (no tiles for it)" in note for note in plan.notes) == failed

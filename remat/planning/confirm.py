@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from remat.core.errors import BudgetError
+from remat.core.errors import BudgetError, CompileError
 from remat.core.interrupt import interrupted, raise_interrupt, say
 from remat.planning import search
 from remat.planning.planners import PolicyPlanner
@@ -139,11 +139,11 @@ M = TypeVar("M", bound=Made)
 
 @dataclass(frozen=True)
 class _Trial(Generic[M]):
-    """What the compiler made of a plan."""
+    """What the compiler made of a plan; `found` is None if it could not compile it, so that it fits nothing."""
 
     setting: Setting
     made: M
-    found: Confirmed
+    found: Confirmed | None
     limit_bytes: int
 
     @property
@@ -152,15 +152,17 @@ class _Trial(Generic[M]):
 
     @property
     def total_bytes(self) -> int:
-        return self.found.temp_bytes
+        return self.temp_bytes
 
     @property
     def temp_bytes(self) -> int:
+        if self.found is None:  # as predicted, but too large: the search goes on below
+            return max(self.predicted_bytes, self.limit_bytes + 1)
         return self.found.temp_bytes
 
     @property
     def fits(self) -> bool:
-        return self.found.temp_bytes <= self.limit_bytes
+        return self.found is not None and self.found.temp_bytes <= self.limit_bytes
 
     @property
     def recompute_seconds(self) -> float:
@@ -168,7 +170,7 @@ class _Trial(Generic[M]):
 
     @property
     def roofline_seconds(self) -> float | None:
-        return self.found.roofline_seconds
+        return None if self.found is None else self.found.roofline_seconds
 
 
 class _Bench(Generic[M]):
@@ -178,6 +180,7 @@ class _Bench(Generic[M]):
         self.make, self.compiled = make, compiled
         self.limit_bytes = 0
         self.trials: dict[str, _Trial[M]] = {}  # by digest of the plan
+        self.failure: CompileError | None = None  # the last one
         self._made: dict[Planner, M] = {}
 
     def made(self, setting: Setting) -> M:
@@ -193,10 +196,21 @@ class _Bench(Generic[M]):
         key = made.plan.digest()
         if key not in self.trials:
             say(f"{setting.label}: compiling, number {len(self.trials) + 1}")
-            found = self.compiled(made)
-            say(f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}")
-            self.trials[key] = _Trial(setting, made, found, self.limit_bytes)
+            self.trials[key] = _Trial(setting, made, self._found(setting, made), self.limit_bytes)
         return self.trials[key]
+
+    def _found(self, setting: Setting, made: M) -> Confirmed | None:
+        try:
+            found = self.compiled(made)
+        except CompileError as error:
+            # One program may be too much for a compiler that takes others; two are not by chance.
+            if self.failure is not None and all(t.found is None for t in self.trials.values()):
+                raise
+            self.failure = error
+            say(f"{setting.label}: cannot be compiled ({_first_line(error)})")
+            return None
+        say(f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}")
+        return found
 
     def hold_to(self, limit_bytes: int) -> None:
         """Sets the limit, which is not known before the first trial."""
@@ -223,11 +237,16 @@ def confirmed(
 
     Raises:
         BudgetError: no compiled program fits; the message has the smallest.
+        CompileError: the compiler fails for the first two programs, or for the one without rematerialization if
+            the budget is a fraction of it. Any other that it fails for is passed over, and a note says so.
     """
     assert planner.budget is not None
     bench = _Bench(make, compiled)
     policy = planner.policy
-    limit = limit_bytes(planner.budget, bench.trial(UNCHANGED).temp_bytes)
+    plain = bench.trial(UNCHANGED)
+    if bench.failure is not None and isinstance(planner.budget, float):
+        raise bench.failure
+    limit = limit_bytes(planner.budget, plain.temp_bytes)
     bench.hold_to(limit)
     plain = bench.trial(UNCHANGED)
     own = Setting("no budget", replace(planner, budget=None, confirm=None))
@@ -245,20 +264,34 @@ def confirmed(
     fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
     if not fitting:
         raise_interrupt()
+        if all(trial.found is None for trial in trials) and bench.failure is not None:
+            raise bench.failure
         raise _too_large(trials, policy, limit)
     best = search.fastest(fitting)
     if best.setting is not own and not isinstance(policy, BudgetPolicy) and trials[-1].fits:
         best = trials[-1]  # it was asked for
-    return best.made, _finished(best, trials, planner, limit)
+    assert best.found is not None
+    plan = _finished(best, best.found, trials, planner, limit)
+    if bench.failure is not None:
+        failed = sum(trial.found is None for trial in bench.trials.values())
+        note = f"{failed} of the programs could not be compiled ({_first_line(bench.failure)})"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return best.made, plan
 
 
-def _finished(best: _Trial[M], trials: list[_Trial[M]], planner: PolicyPlanner, limit: int) -> Plan:
+def _first_line(error: CompileError) -> str:
+    return str(error).splitlines()[0]
+
+
+def _finished(
+    best: _Trial[M], found: Confirmed, trials: list[_Trial[M]], planner: PolicyPlanner, limit: int
+) -> Plan:
     plan, policy = best.made.plan, planner.policy
     notes = [*plan.notes]
     if plan.policy_name != policy.name:
         notes.append(f"{best.setting.label}: of what was compiled and fits the fastest")
     if best.temp_bytes < (1 - _TOLERANCE) * limit:
-        above = [t for t in trials if not t.fits]
+        above = [t for t in trials if t.found is not None and not t.fits]
         nearest = min((t.temp_bytes for t in above), default=None)
         why = (
             "it is as fast as any"
@@ -272,12 +305,14 @@ def _finished(best: _Trial[M], trials: list[_Trial[M]], planner: PolicyPlanner, 
         options=describe_options(policy),
         budget_bytes=limit,
         notes=tuple(notes),
-        confirmed=replace(best.found, compiles=len(trials)),
+        confirmed=replace(found, compiles=len(trials)),
     )
 
 
 def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int) -> BudgetError:
-    best = min(trials, key=lambda t: t.temp_bytes)
+    best, found = min(
+        ((t, t.found) for t in trials if t.found is not None), key=lambda pair: pair[0].temp_bytes
+    )
     advice = (
         "allow for more compiles: confirm=remat.Confirm(compiles=12)"
         if isinstance(policy, BudgetPolicy)
@@ -285,7 +320,7 @@ def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int) -> BudgetErr
     )
     return BudgetError(
         f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {len(trials)} programs compiled "
-        f"for {best.found.device} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the "
+        f"for {found.device} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the "
         f"budget, or {advice}.",
         smallest_peak_bytes=best.temp_bytes,
     )
