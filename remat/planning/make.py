@@ -16,6 +16,7 @@ from remat.plans.plan import LoopPlan, Plan
 from remat.plans.record import Recomputed, Saved
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import Replay, simulate
+from remat.plans.stages import LARGE_SHARE
 from remat.plans.steps import Schedule
 from remat.policies.base import Decision, Policy, describe_options
 
@@ -59,6 +60,12 @@ def plan_from_saved(
     plain = graph if graph.plain is None else graph.plain
     kept = decision.saved | (graph.backward_reads & set(graph.inputs))
     schedule = build_schedule(graph, kept, barriers=barriers, order=decision.order)
+    peak = _peak_bytes(graph, schedule, decision)
+    if barriers and (
+        len(set(schedule.computed())) < len(list(schedule.computed())) or decision.forms
+    ):
+        # The program as it is has no barriers: XLA orders it.
+        schedule, peak = _with_sums_tied(graph, kept, decision, schedule, peak)
     replay = simulate(graph, schedule)
     read_back = _read_back(graph, kept, schedule)
     chip = get_device(device)
@@ -72,7 +79,7 @@ def plan_from_saved(
         saved=_saved(graph, read_back),
         recomputed=recomputed,
         saved_bytes=_kept_bytes(graph, read_back),
-        peak_bytes=_peak_bytes(graph, schedule, decision),
+        peak_bytes=peak,
         recompute_flops=replay.recompute_flops,
         recompute_seconds=sum(
             entry.times * op_seconds(graph, graph.ops[entry.op], chip) for entry in recomputed
@@ -89,6 +96,17 @@ def plan_from_saved(
         device=device,
         solve_seconds=time.perf_counter() - start,
     )
+
+
+def _with_sums_tied(
+    graph: Graph, kept: frozenset[int], decision: Decision, schedule: Schedule, peak: int
+) -> tuple[Schedule, int]:
+    """Returns the schedule that adds up gradients of shared weights as they come, if its peak is much lower."""
+    tied = build_schedule(graph, kept, order=decision.order, tie_sums=True)
+    if tied == schedule:
+        return schedule, peak
+    tied_peak = _peak_bytes(graph, tied, decision)
+    return (tied, tied_peak) if tied_peak <= (1 - LARGE_SHARE) * peak else (schedule, peak)
 
 
 def _with_forms(graph: Graph, decision: Decision) -> Graph:

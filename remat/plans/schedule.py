@@ -8,7 +8,6 @@ the forward pass (docs/design.md, "Barriers"). Inside a stage nothing is tied, s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import takewhile
 
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Op
@@ -24,6 +23,7 @@ from remat.plans.stages import (
     Either,
     StagePoint,
     Stages,
+    accumulations,
     closure,
 )
 from remat.plans.steps import Schedule, Step
@@ -44,6 +44,7 @@ def build_schedule(
     *,
     barriers: bool = True,
     order: Sequence[int] | None = None,
+    tie_sums: bool = False,
 ) -> Schedule:
     """Returns the schedule that keeps exactly `saved` and recomputes the rest on demand.
 
@@ -56,8 +57,11 @@ def build_schedule(
         barriers: tie recomputation to the backward pass; not needed inside a loop body, where the
             loop already separates forward from backward. There, large values that are the same in
             every iteration are kept from being hoisted out of the loop instead.
+        tie_sums: add up the gradients of what is used often as they come (`remat.plans.stages.accumulations`).
     """
     backward = _Backward(graph, set(saved), barriers, order).run()
+    if tie_sums:
+        backward = _with_sums_tied(graph, backward)
     needed = read_before_made(graph, backward)
     # What is never read back need not be kept; a gradient that is a forward value stays, also if it is made again.
     kept = set(saved) & {*needed.raw, *needed.encoded, *graph.gradients}
@@ -143,7 +147,11 @@ class _Backward:
     """Emits the backward steps, recomputing in a given order or on demand."""
 
     def __init__(
-        self, graph: Graph, saved: set[int], barriers: bool, order: Sequence[int] | None
+        self,
+        graph: Graph,
+        saved: set[int],
+        barriers: bool,
+        order: Sequence[int] | None,
     ) -> None:
         self.graph = graph
         self.saved = saved
@@ -154,6 +162,7 @@ class _Backward:
         self.explicit = self.stages.explicit
         self.ready: set[int] = set()  # forward values that are there
         self.steps: list[Step] = []
+        self.since = 0  # where the stage before begins
 
     def run(self) -> list[Step]:
         """Returns the steps of the whole backward pass."""
@@ -248,6 +257,7 @@ class _Backward:
                 tainted.update(op.outputs)
         if tied:
             tied |= self._late()
+            self.since = len(self.steps)
             self.steps.append(Step("barrier", values=(*sorted(tied), *point.frontier)))
 
     def _late(self) -> set[int]:
@@ -262,7 +272,7 @@ class _Backward:
         take more than they read, as of VGG's largest matrices: until they are written, their memory serves others.
         """
         graph = self.graph
-        since = list(takewhile(lambda step: step.action != "barrier", reversed(self.steps)))
+        since = self.steps[: self.since : -1] if self.since else self.steps[::-1]
         ran = [graph.ops[step.target] for step in since if step.action == "compute"]
         there = {value for op in ran for value in op.outputs}
         joined: set[int] = set()
@@ -291,6 +301,18 @@ class _Backward:
             if op.kind == "VIEW":
                 found |= self._views(op.outputs)
         return found
+
+
+def _with_sums_tied(graph: Graph, backward: list[Step]) -> list[Step]:
+    """Returns the backward pass with barriers that add up gradients of what is used often as they come."""
+    ran = (graph.ops[step.target] for step in backward if step.action == "compute")
+    sums = accumulations(graph, [op for op in ran if op.phase == "backward"])
+    steps: list[Step] = []
+    for step in backward:
+        steps.append(step)
+        if step.action == "compute" and step.target in sums:
+            steps.append(Step("barrier", values=sums[step.target]))
+    return steps
 
 
 def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:

@@ -6,12 +6,14 @@ that recompute only what XLA fuses are joined, as long as that is not much (docs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from remat.core.graph import Graph, Op
 
 __all__ = [
+    "ACCUMULATION_TERMS",
     "DRAWN_DEPTH",
     "FUSED_REDO_LIMIT",
     "HOIST_LIMIT_BYTES",
@@ -22,6 +24,7 @@ __all__ = [
     "Stage",
     "StagePoint",
     "Stages",
+    "accumulations",
     "closure",
     "stage_points",
 ]
@@ -69,6 +72,10 @@ DRAWN_DEPTH = 12
 """So many operators back it is asked whether a mask is a function of random bits.
 
 It bounds a search that tries every operand; beyond it a mask is kept as any other value. Not varied."""
+
+
+ACCUMULATION_TERMS = 3
+"""A sum of at least so many gradients is added up as they come: with two, both are alive in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ class Stages:
 
     def _stages(self) -> list[Stage]:
         stages = [Stage(None, [])]
-        alive = _Alive(self.graph)
+        alive = _Alive(self.graph, [op for op in self.ops if op.phase == "backward"])
         again: list[Op] = []  # repeated operators that belong to the backward operator after them
         made: set[int] = set()  # repeated since the last barrier that stays
         for op in self.ops:
@@ -239,13 +246,77 @@ class Stages:
         stage.kept_reads = (reads | {v for op in again for v in graph.ops[op].inputs}) & kept
 
 
+def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, ...]]:
+    """Returns where sums of many gradients of one value are tied: what is tied, by the addition that a tie follows.
+
+    Args:
+        graph: a joint graph.
+        backward: its backward operators as they run, each once.
+
+    XLA adds all gradients of a shared weight in one kernel, at the end: until then each has a buffer of its own,
+    one per use of the weight. Tied to what the backward pass needs next, the sum so far is the only one. A tie
+    costs a pass over the sum to write it and one to read it, so of n terms about sqrt(n) are left between two ties:
+    as many terms are alive as there are ties. One tie holds all sums that have grown. Only sums are tied whose
+    terms would take, but for two, as much as a large value, and only terms that are buffers anyway.
+    """
+    ops, values, users = graph.ops, graph.values, graph.users
+    least = LARGE_SHARE * max((value.nbytes for value in values), default=0)
+    chains: dict[int, list[int]] = {}  # additions that make up a sum, by the last
+    for op in backward:
+        if op.name != "add_any":
+            continue
+        before = {v: values[v].producer for v in op.inputs}
+        inner = [p for v, p in before.items() if p in chains and len(users[v]) == 1]
+        if all(p in inner or _is_buffer(graph, v) for v, p in before.items()):
+            chain = [x for p in inner if p is not None for x in chains.pop(p)]
+            chains[op.id] = [*chain, op.id]
+    every: dict[int, int] = {}  # so many terms between two ties of a sum, by addition
+    sum_of: dict[int, int] = {}
+    for last, chain in chains.items():
+        nbytes = values[ops[last].outputs[0]].nbytes
+        if len(chain) + 1 >= ACCUMULATION_TERMS and (len(chain) - 1) * nbytes >= least:
+            every.update(dict.fromkeys(chain[:-1], math.isqrt(len(chain)) + 1))
+            sum_of.update(dict.fromkeys(chain, last))
+    found: dict[int, tuple[int, ...]] = {}
+    alive = _Alive(graph, backward)
+    grown: dict[int, int] = {}  # additions since the last tie, by sum
+    latest: dict[int, int] = {}
+    for op in backward:
+        alive.run(op)
+        if op.id not in sum_of:
+            continue
+        total = sum_of[op.id]
+        grown[total] = grown.get(total, 0) + 1
+        latest[total] = op.outputs[0]
+        if op.id == total:
+            del grown[total], latest[total]
+        elif grown[total] >= every[op.id]:
+            anchor = alive.anchor(besides=frozenset(latest.values()))
+            if anchor is not None:
+                found[op.id] = (*latest.values(), anchor)
+                grown.clear()
+                latest.clear()
+    return found
+
+
+def _is_buffer(graph: Graph, value: int) -> bool:
+    """Whether a value is written to memory, or is a view or a cast of one that is."""
+    producer = graph.values[value].producer
+    while producer is not None:
+        op = graph.ops[producer]
+        if op.kind != "VIEW" and op.name != "convert_element_type":
+            return op.phase == "backward" and not op.fusible
+        producer = graph.values[op.inputs[0]].producer
+    return True
+
+
 class _Alive:
     """Backward values alive at a place in the backward pass, oldest first."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, backward: Sequence[Op]) -> None:
         self.graph = graph
         self.last: dict[int, int] = {}
-        for op in graph.backward_ops():
+        for op in backward:
             for value in op.inputs:
                 if not graph.forward_values[value]:
                     self.last[value] = op.id
@@ -258,10 +329,12 @@ class _Alive:
                 self.values.pop(value, None)
         self.values.update((v, None) for v in op.outputs if v in self.last)
 
-    def anchor(self) -> int | None:
+    def anchor(self, besides: frozenset[int] = frozenset()) -> int | None:
         """Returns the youngest alive value that becomes a buffer anyway: a barrier on it costs no fusion."""
         youngest = None
         for value in reversed(self.values):
+            if value in besides:
+                continue
             youngest = value if youngest is None else youngest
             users = self.graph.users[value]
             if len(users) > 1 or any(not self.graph.ops[u].fusible for u in users):
