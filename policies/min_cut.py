@@ -16,7 +16,9 @@ Departures from the paper:
    is unique, so the plan does not depend on the order in which the program was traced.
 3. Booleans weigh one bit per element, the form in which every plan keeps them.
 4. The paper minimises traffic alone. `memory_weight` adds the bytes kept to the objective, for values that
-   are not alive anyway (arguments, results). With `memory_weight=0` it is the paper's objective.
+   are not alive anyway (arguments, results). With `memory_weight=0` it is the paper's objective. Where none is
+   given it is 1.25, or the least at which no more bytes are kept than by jax's `dots_saveable`: the results of
+   matmuls and of what else may not run again. So the default is never the larger of the two.
 5. The paper bans an operator that is not fusible with a backward user (Lemma 3.1: recomputing it cannot avoid
    writing and reading its result). That is right for traffic, not for memory. With `memory_weight > 0` it is
    therefore priced at the write and the read it costs, as a capacity from the source to the operator; with
@@ -38,9 +40,9 @@ from remat.core.devices import get_device
 from remat.core.errors import PolicyError
 from remat.core.graph import Graph, Implementations, Phase
 from remat.policies.base import Decision, Policy, check_implementations
-from remat.policies.buffers.saved_cut import CutRules, saved_cut
+from remat.policies.buffers.saved_cut import MOST_WEIGHT, CutRules, saved_cut
 
-__all__ = ["MinCut", "between_groups"]
+__all__ = ["LowMemory", "MinCut", "between_groups"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class MinCut(Policy):
     """Fusion-aware min-cut checkpointing; see the module docstring.
 
     Attributes:
-        memory_weight: bytes of traffic that keeping one byte is worth, 0 for the paper's objective.
+        memory_weight: bytes of traffic that keeping one byte is worth, 0 for the paper's objective; None for the
+            least from 1.25 that keeps no more than `dots_saveable` would (departure 4).
         heavy: `ban` never recomputes compute-bound operators; `batched` allows matmuls with batch
             dimensions (attention scores) at their roofline price; `roofline` allows all of them so.
         random: `ban` keeps random bits or what is made of them; `cheap` lets them be drawn again.
@@ -58,7 +61,7 @@ class MinCut(Policy):
             bit-equal, `none`, `all`, or names of rules or kinds; see `remat.rewrite.rules`.
     """
 
-    memory_weight: float = 1.25
+    memory_weight: float | None = None
     heavy: Literal["ban", "batched", "roofline"] = "ban"
     random: Literal["ban", "cheap"] = "ban"
     reduction_ratio: int = 4
@@ -67,10 +70,10 @@ class MinCut(Policy):
     name: ClassVar[str] = "min_cut"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.memory_weight <= 1024:
+        if self.memory_weight is not None and not 0 <= self.memory_weight <= MOST_WEIGHT:
             raise PolicyError(
                 f"MinCut(memory_weight={self.memory_weight!r}): expected a number from 0 (the paper's "
-                "objective, traffic only) to 1024"
+                f"objective, traffic only) to {MOST_WEIGHT}, or None (as much as `dots_saveable` asks for)"
             )
         _one_of("heavy", self.heavy, ("ban", "batched", "roofline"))
         _one_of("random", self.random, ("ban", "cheap"))
@@ -94,6 +97,17 @@ class MinCut(Policy):
                 self.memory_weight, self.heavy, self.random, self.reduction_ratio, self.device
             ),
         )
+
+
+@dataclass(frozen=True)
+class LowMemory(MinCut):
+    """`MinCut` that repeats matmuls with batch dimensions: attention scores are not kept.
+
+    The bar of departure 4 is then jax's `dots_with_no_batch_dims_saveable`: no more is kept than it keeps.
+    """
+
+    heavy: Literal["ban", "batched", "roofline"] = "batched"
+    name: ClassVar[str] = "low_memory"
 
 
 def _one_of(name: str, given: str, choices: tuple[str, ...]) -> None:

@@ -41,6 +41,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "full": BuiltIn("full", "Full"),
     "names": BuiltIn("names", "Names"),
     "min_cut": BuiltIn("min_cut", "MinCut"),
+    "low_memory": BuiltIn("min_cut", "LowMemory"),
     "sublinear": BuiltIn("sublinear", "Sublinear"),
     "revolve": BuiltIn("revolve", "Revolve"),
     "echo": BuiltIn("echo", "Echo"),

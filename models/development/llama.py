@@ -10,6 +10,8 @@ Shapes: `B` batch, `T` length, `D` width, `H` query heads in `K` groups, `G = H 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,13 +68,21 @@ SMALL = LlamaConfig(
 )
 
 
-def llama_scan(small: bool = False) -> Case:
-    """8 layers under `lax.scan`, batch 2 x 1024, width 1024, vocabulary 32 000."""
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself: what becomes of a block that nothing is wrapped around."""
+    return function
+
+
+def llama_scan(
+    small: bool = False, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = unwrapped
+) -> Case:
+    """8 layers under `lax.scan`, batch 2 x 1024, width 1024, vocabulary 32 000; `wrap` goes around each."""
     config = SMALL if small else SCANNED
+    layer_of = wrap(functools.partial(block, config))
 
     def loss(params: Params, tokens: Array, targets: Array) -> Array:
         def body(x: Array, layer: Params) -> tuple[Array, None]:
-            return block(config, layer, x), None
+            return layer_of(layer, x), None
 
         x, _ = jax.lax.scan(body, embed(config, params, tokens), params["layers"])
         return head_loss(params, x, targets)
@@ -80,14 +90,17 @@ def llama_scan(small: bool = False) -> Case:
     return loss, _arguments(config, stacked(config.layers, _layer_shapes(config)))
 
 
-def llama_unrolled(small: bool = False) -> Case:
+def llama_unrolled(
+    small: bool = False, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = unwrapped
+) -> Case:
     """6 unrolled layers, otherwise as `llama_scan`."""
     config = SMALL if small else UNROLLED
+    layer_of = wrap(functools.partial(block, config))
 
     def loss(params: Params, tokens: Array, targets: Array) -> Array:
         x = embed(config, params, tokens)
         for layer in params["layers"]:
-            x = block(config, layer, x)
+            x = layer_of(layer, x)
         return head_loss(params, x, targets)
 
     return loss, _arguments(config, [_layer_shapes(config) for _ in range(config.layers)])

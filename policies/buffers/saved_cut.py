@@ -22,6 +22,11 @@ __all__ = ["CutRules", "saved_cut"]
 
 # memory_weight is rounded to 1/64 so that capacities stay integers: the weight is off by less than a per cent.
 _SCALE = 64
+# Weights between which one is looked for where none is given. The least is by look: keeping a byte counts a little
+# more than writing it, so that of ways to cut that move as much the one that keeps less is taken. The most stands for
+# "memory alone": a thousand passes over memory for one byte.
+LEAST_WEIGHT = Fraction(5, 4)
+MOST_WEIGHT = Fraction(1024)
 # Bytes up to which random results are drawn again: keys and counters are smaller, masks larger. By look; what is
 # drawn again is at most this much work, what is kept at most these bytes.
 _FEW_RANDOM_BYTES = 1024
@@ -31,12 +36,11 @@ _FEW_RANDOM_BYTES = 1024
 class CutRules:
     """What a cut may cross and at which price; the attributes are those of `remat.policies.MinCut`.
 
-    `reduction_ratio` is the paper's (section 3.4: "we choose 4 times smaller"). The paper has no weight of memory;
-    1.25 is ours, by look: keeping a byte counts a little more than writing it, so that of ways to cut that move as
-    much the one that keeps less is taken. Settings of the policy, both.
+    `reduction_ratio` is the paper's (section 3.4: "we choose 4 times smaller"), a setting of the policy. The paper has
+    no weight of memory; see `_least_weight` for what None stands for.
     """
 
-    memory_weight: float = 1.25
+    memory_weight: float | None = None
     heavy: Literal["ban", "batched", "roofline"] = "ban"
     random: Literal["ban", "cheap"] = "ban"
     reduction_ratio: int = 4
@@ -46,10 +50,58 @@ class CutRules:
 def saved_cut(graph: Graph, rules: CutRules) -> Decision:
     """Returns the minimum cut's values with the flow that certifies it."""
     network = _build(graph, rules)
-    cut = network.solve()
+    if rules.memory_weight is None:
+        solved = _least_weight(network)
+    else:
+        solved = network.solve(round(rules.memory_weight * _SCALE))
+    cut = solved.cut
     certificate = Certificate("cut capacity = flow value", cut.capacity, cut.flow)
     status = "optimal" if cut.capacity == cut.flow else "heuristic"
-    return Decision(network.saved(cut), status, certificate)
+    return Decision(solved.saved, status, certificate)
+
+
+def _least_weight(network: _CutNetwork) -> _Solved:
+    """Returns the cut at the least weight of memory at which it keeps no more than jax's `dots_saveable` would.
+
+    `dots_saveable` keeps the results of matmuls; what else may not run again (random bits, reductions, what XLA does
+    not fuse) has to be kept by any cut with these bans. Without a matmul or convolution that is a bar for nobody, and
+    the least weight stands. The least memory over all weights is within the bar: the results of what may not run
+    again are a cut.
+
+    Traffic over kept bytes is convex along the weights, so two cuts with the bar between them give the only weight
+    at which a third can lie below the chord through them; where none does the right one of the two is the answer.
+    At most one flow per corner of the curve, in practice about five.
+    """
+    enough = network.banned_bytes
+    more = network.solve(int(LEAST_WEIGHT * _SCALE))
+    if enough is None or more.kept_bytes <= enough:
+        return more
+    less = network.solve(int(MOST_WEIGHT * _SCALE))
+    while less.kept_bytes <= enough < more.kept_bytes:
+        # Rounded up: at the weight of the chord itself both ends are minimum cuts.
+        weight = 1 - (more.traffic - less.traffic) // (more.kept_bytes - less.kept_bytes)
+        found = network.solve(weight)
+        if found.kept_bytes in (more.kept_bytes, less.kept_bytes) or weight >= less.weight:
+            return less
+        if found.kept_bytes <= enough:
+            less = found
+        else:
+            more = found
+    return less
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """A minimum cut at one weight: what it keeps, and the two sums that the weight is between.
+
+    `traffic` is in 1/64 byte, `weight` in 1/64 byte of traffic per byte kept.
+    """
+
+    cut: Cut
+    weight: int
+    saved: frozenset[int]
+    traffic: int
+    kept_bytes: int
 
 
 class _CutNetwork:
@@ -66,49 +118,62 @@ class _CutNetwork:
         self.vertices: dict[tuple[str, int], int] = {}
         self.tails: list[int] = []
         self.heads: list[int] = []
-        self.capacities: list[int] = []
+        self.traffic: list[int] = []
+        self.kept_bytes: list[int] = []  # of memory, 0 where an edge keeps nothing
+        self.banned_bytes: int | None = None  # stored bytes of what may not run again, None without a matmul in it
         self.saves: list[tuple[int, int, int]] = []  # tail, head, value
 
     def vertex(self, kind: str, index: int) -> int:
         return self.vertices.setdefault((kind, index), len(self.vertices) + 2)
 
-    def edge(self, tail: int, head: int, capacity: int) -> None:
+    def edge(self, tail: int, head: int, traffic: int, kept_bytes: int = 0) -> None:
         self.tails.append(tail)
         self.heads.append(head)
-        self.capacities.append(capacity)
+        self.traffic.append(traffic)
+        self.kept_bytes.append(kept_bytes)
 
-    def save(self, tail: int, value: int, capacity: int) -> None:
+    def save(self, tail: int, value: int, capacity: _Capacity) -> None:
         head = self.vertex("value", value)
         self.saves.append((tail, head, value))
-        self.edge(tail, head, capacity)
+        self.edge(tail, head, capacity.save(value), capacity.memory(value))
 
-    def solve(self) -> Cut:
+    def solve(self, weight: int) -> _Solved:
+        """Returns the minimum cut at `weight`, which is in 1/64 byte of traffic per byte kept."""
         size = len(self.vertices) + 2
-        return minimum_cut(size, self.tails, self.heads, self.capacities, self.source, self.sink)
-
-    def saved(self, cut: Cut) -> frozenset[int]:
+        both = zip(self.traffic, self.kept_bytes, strict=True)
+        # What is not savable has no bytes, so INFINITE stays what it is.
+        capacities = [traffic + weight * kept for traffic, kept in both]
+        cut = minimum_cut(size, self.tails, self.heads, capacities, self.source, self.sink)
         side = cut.sink_side
-        return frozenset(v for tail, head, v in self.saves if side[head] and not side[tail])
+        saved = frozenset(v for tail, head, v in self.saves if side[head] and not side[tail])
+        edges = zip(self.tails, self.heads, self.kept_bytes, strict=True)
+        kept = sum(kept for tail, head, kept in edges if side[head] and not side[tail])
+        return _Solved(cut, weight, saved, cut.capacity - weight * kept, kept)
 
 
 def _build(graph: Graph, rules: CutRules) -> _CutNetwork:
     network = _CutNetwork(graph)
     constants = set(graph.constants)
     capacity = _Capacity(graph, rules)
+    banned: list[Op] = []
     for value in graph.inputs:
-        network.save(network.source, value, capacity.save(value))
+        network.save(network.source, value, capacity)
     for op in graph.forward_ops():
         vertex = network.vertex("op", op.id)
         price = capacity.recompute(op)
         if price:
             network.edge(network.source, vertex, price)
+        if price == INFINITE:
+            banned.append(op)
         for value in dict.fromkeys(op.inputs):
             if value not in constants:
                 network.edge(network.vertex("value", value), vertex, INFINITE)
         for value in op.outputs:
-            network.save(vertex, value, capacity.save(value))
+            network.save(vertex, value, capacity)
     for value in graph.backward_reads:
         network.edge(network.vertex("value", value), network.sink, INFINITE)
+    if any(op.heavy for op in banned):
+        network.banned_bytes = sum(capacity.memory(v) for op in banned for v in op.outputs)
     return network
 
 
@@ -118,18 +183,22 @@ class _Capacity:
     def __init__(self, graph: Graph, rules: CutRules) -> None:
         self.graph = graph
         self.rules = rules
-        self.memory_weight = round(rules.memory_weight * _SCALE)
         self.device = get_device(rules.device)
 
     def save(self, value: int) -> int:
-        """Price of keeping a value: one read, one write unless it is written anyway, and its memory."""
+        """Traffic of keeping a value: one read, one write unless it is written anyway."""
         if not self.graph.values[value].savable:
             return INFINITE
         size = stored_bytes(self.graph.values[value])
         passes = 1 if is_written_forward(self.graph, value) else 2
-        memory = 0 if value in self.graph.alive_anyway else self.memory_weight
         # An empty or zero-byte value still has to be on one side; one unit breaks no tie between others.
-        return size * (passes * _SCALE + memory) + 1
+        return size * passes * _SCALE + 1
+
+    def memory(self, value: int) -> int:
+        """Bytes that keeping a value adds to what is alive."""
+        if not self.graph.values[value].savable or value in self.graph.alive_anyway:
+            return 0
+        return stored_bytes(self.graph.values[value])
 
     def recompute(self, op: Op) -> int:
         """Price of running a forward operator again; `INFINITE` bans it."""
@@ -183,6 +252,6 @@ class _Capacity:
         ]
         if not forced:
             return 0
-        if self.memory_weight == 0:
+        if self.rules.memory_weight == 0:
             return INFINITE
         return 2 * _SCALE * sum(graph.values[value].nbytes for value in forced)
