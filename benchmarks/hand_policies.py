@@ -1,13 +1,13 @@
-"""The policies that people pick by hand beside the ready-made ones of this library, on mixed-precision transformers.
+"""Policies that people pick by hand beside the ready-made ones of this library, on mixed-precision transformers.
 
     python -m benchmarks.hand_policies [NAME ...] [--device h200] [--budgets] [--json FILE] [--check]
 
 A row is one program as the compiler sees it: the Llama of `models/development` with every block under one of
-`jax.checkpoint_policies` (the scanned one with `prevent_cse=False`, as jax's documentation asks for), or the whole
-loss under a policy of this library. `--budgets` adds this library's plan within the memory that each of jax's takes,
-confirmed by the compiler. `--check` exits with 1 unless the default is at or below `dots_saveable`, and `low_memory`
-at or below `dots_with_no_batch_dims_saveable`, in memory, traffic, matmuls and roofline time, and every plan within
-a budget at or below the policy whose memory it is, in traffic and roofline time.
+`jax.checkpoint_policies` (the scanned one with `prevent_cse=False`, as jax's documentation asks for), or the
+whole loss under a policy of this library. `--budgets` adds this library's plan within the memory that each of
+jax's takes, confirmed by the compiler. `--check` exits with 1 unless the default is at or below `dots_saveable`,
+and `low_memory` at or below `dots_with_no_batch_dims_saveable`, in memory, traffic, matmuls and roofline time,
+and every plan within a budget at or below the policy whose memory it is, in traffic and roofline time.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from remat.policies.full import Full as Full
     from remat.policies.gist import Gist as Gist
     from remat.policies.ilp import Ilp as Ilp
+    from remat.policies.min_cut import LowMemory as LowMemory
     from remat.policies.min_cut import MinCut as MinCut
     from remat.policies.monet import Monet as Monet
     from remat.policies.names import Names as Names

@@ -101,12 +101,13 @@ class MinCut(Policy):
 
 @dataclass(frozen=True)
 class LowMemory(MinCut):
-    """`MinCut` that repeats matmuls with batch dimensions: attention scores are not kept.
+    """`MinCut` that repeats matmuls with batch dimensions (attention scores) and draws masks again.
 
     The bar of departure 4 is then jax's `dots_with_no_batch_dims_saveable`: no more is kept than it keeps.
     """
 
     heavy: Literal["ban", "batched", "roofline"] = "batched"
+    random: Literal["ban", "cheap"] = "cheap"
     name: ClassVar[str] = "low_memory"
 
 

@@ -17,6 +17,7 @@ from remat.policies import (
     Full,
     Gist,
     Ilp,
+    LowMemory,
     MinCut,
     Monet,
     Names,
@@ -60,7 +61,7 @@ POLICY_TABLE: tuple[PolicyRow, ...] = (
     PolicyRow(
         "min_cut-roofline", "min_cut", lambda: MinCut(heavy="roofline", random="cheap"), exact=True
     ),
-    PolicyRow("min_cut-batched", "min_cut", lambda: MinCut(heavy="batched"), exact=True),
+    PolicyRow("low_memory", "low_memory", LowMemory, exact=True),
     PolicyRow("sublinear", "sublinear", Sublinear, label_free=False),
     PolicyRow("sublinear-sqrt", "sublinear", lambda: Sublinear("sqrt"), label_free=False),
     PolicyRow(

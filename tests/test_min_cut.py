@@ -142,7 +142,8 @@ def explicit(row: PolicyRow, graph: Graph) -> MinCut:
     low, high = 80, 1024 * 64
     if fits(low):
         return at(low)
-    assert fits(high)
+    if not fits(high):  # what may run again at a price, at one beyond all reason
+        return at(high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -160,7 +161,7 @@ def test_the_weight_is_the_least_that_keeps_no_more_than_what_is_banned(
     found, expected = policy.decide(graph), explicit(row, graph).decide(graph)
     assert found.saved == expected.saved
     bar = bar_of(graph, policy)
-    if policy.memory_weight is None and bar is not None:
+    if policy.memory_weight is None and policy.heavy == "ban" and bar is not None:
         assert kept_bytes(graph, found.saved) <= bar
 
 

@@ -191,7 +191,6 @@ def test_traits_imply_each_other() -> None:
     """What compares gives the same bits anywhere; what puts together has elements side by side; totals add."""
     implied = {
         Trait.COMPARISON: Trait.EXACT,
-        Trait.JOIN: Trait.PATCHES,
         Trait.TOTAL: Trait.ADDS,
         Trait.NAMED_BODY: Trait.EXACT,
     }

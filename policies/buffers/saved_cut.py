@@ -22,9 +22,9 @@ __all__ = ["CutRules", "saved_cut"]
 
 # memory_weight is rounded to 1/64 so that capacities stay integers: the weight is off by less than a per cent.
 _SCALE = 64
-# Weights between which one is looked for where none is given. The least is by look: keeping a byte counts a little
-# more than writing it, so that of ways to cut that move as much the one that keeps less is taken. The most stands for
-# "memory alone": a thousand passes over memory for one byte.
+# Weights between which one is looked for where none is given. The least is by look: keeping a byte counts a
+# little more than writing it, so that of ways to cut that move as much the one that keeps less is taken. The most
+# stands for "memory alone": a thousand passes over memory for one byte.
 LEAST_WEIGHT = Fraction(5, 4)
 MOST_WEIGHT = Fraction(1024)
 # Bytes up to which random results are drawn again: keys and counters are smaller, masks larger. By look; what is
@@ -36,8 +36,8 @@ _FEW_RANDOM_BYTES = 1024
 class CutRules:
     """What a cut may cross and at which price; the attributes are those of `remat.policies.MinCut`.
 
-    `reduction_ratio` is the paper's (section 3.4: "we choose 4 times smaller"), a setting of the policy. The paper has
-    no weight of memory; see `_least_weight` for what None stands for.
+    `reduction_ratio` is the paper's (section 3.4: "we choose 4 times smaller"), a setting of the policy. The paper
+    has no weight of memory; see `_least_weight` for what None stands for.
     """
 
     memory_weight: float | None = None
@@ -63,10 +63,10 @@ def saved_cut(graph: Graph, rules: CutRules) -> Decision:
 def _least_weight(network: _CutNetwork) -> _Solved:
     """Returns the cut at the least weight of memory at which it keeps no more than jax's `dots_saveable` would.
 
-    `dots_saveable` keeps the results of matmuls; what else may not run again (random bits, reductions, what XLA does
-    not fuse) has to be kept by any cut with these bans. Without a matmul or convolution that is a bar for nobody, and
-    the least weight stands. The least memory over all weights is within the bar: the results of what may not run
-    again are a cut.
+    `dots_saveable` keeps the results of matmuls; what else may not run again (random bits, reductions, what XLA
+    does not fuse) has to be kept by any cut with these bans. Without a matmul or convolution that is a bar for
+    nobody, and the least weight stands. The results of what may not run again are a cut, so the most weight is within
+    the bar, unless a matmul that may run again for a price costs a thousand times what its result does.
 
     Traffic over kept bytes is convex along the weights, so two cuts with the bar between them give the only weight
     at which a third can lie below the chord through them; where none does the right one of the two is the answer.
@@ -120,7 +120,9 @@ class _CutNetwork:
         self.heads: list[int] = []
         self.traffic: list[int] = []
         self.kept_bytes: list[int] = []  # of memory, 0 where an edge keeps nothing
-        self.banned_bytes: int | None = None  # stored bytes of what may not run again, None without a matmul in it
+        self.banned_bytes: int | None = (
+            None  # stored bytes of what may not run again, None without a matmul in it
+        )
         self.saves: list[tuple[int, int, int]] = []  # tail, head, value
 
     def vertex(self, kind: str, index: int) -> int:

@@ -61,7 +61,6 @@ class Trait(enum.Enum):
     KEEPS_SIGN = "keeps sign"  # results are zero or more if all operands are
     DIFFERENCE = "difference"  # zero or one where the operands are equal, or opposite
     PATCHES = "patches"  # the result has elements of several operands side by side
-    JOIN = "join"  # puts arrays together, and keeps every element
     ADDS = "adds"  # elements of the result are sums
     TOTAL = "total"  # these are sums of elements of one operand
     NAMED_BODY = "named body"  # has a body, which does what the name says
@@ -435,7 +434,6 @@ _TRAITS: Mapping[Trait, str] = MappingProxyType(
         """,
         Trait.DIFFERENCE: "add add_any atan2 complex div dot_general sub",
         Trait.PATCHES: "clamp concatenate dynamic_update_slice max min pad scatter select_n stack",
-        Trait.JOIN: "concatenate pad",
         Trait.ADDS: "add add_any cumsum dot_general reduce_sum reduce_window_sum sub",
         Trait.TOTAL: "cumsum reduce_sum reduce_window_sum",
         Trait.NAMED_BODY: "scatter-max scatter-min",
