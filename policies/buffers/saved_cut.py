@@ -65,8 +65,8 @@ def _least_weight(network: _CutNetwork) -> _Solved:
 
     `dots_saveable` keeps the results of matmuls; what else may not run again (random bits, reductions, what XLA
     does not fuse) has to be kept by any cut with these bans. Without a matmul or convolution that is a bar for
-    nobody, and the least weight stands. The results of what may not run again are a cut, so the most weight is within
-    the bar, unless a matmul that may run again for a price costs a thousand times what its result does.
+    nobody, and the least weight stands. The results of what may not run again are a cut, so the most weight is
+    within the bar, unless what runs again then costs a thousand times what it saves.
 
     Traffic over kept bytes is convex along the weights, so two cuts with the bar between them give the only weight
     at which a third can lie below the chord through them; where none does the right one of the two is the answer.
