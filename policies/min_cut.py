@@ -17,8 +17,8 @@ Departures from the paper:
 3. Booleans weigh one bit per element, the form in which every plan keeps them.
 4. The paper minimises traffic alone. `memory_weight` adds the bytes kept to the objective, for values that
    are not alive anyway (arguments, results). With `memory_weight=0` it is the paper's objective. Where none is
-   given it is 1.25, or the least at which no more bytes are kept than by jax's `dots_saveable`: the results of
-   matmuls and of what else may not run again. So the default is never the larger of the two.
+   given it is 1.25, or, in a network of matmuls, the least at which no more bytes are kept than by jax's
+   `dots_saveable`: the results of matmuls and of what else may not run again.
 5. The paper bans an operator that is not fusible with a backward user (Lemma 3.1: recomputing it cannot avoid
    writing and reading its result). That is right for traffic, not for memory. With `memory_weight > 0` it is
    therefore priced at the write and the read it costs, as a capacity from the source to the operator; with

@@ -22,6 +22,7 @@ from remat.plans.record import Saved
 from remat.policies import MinCut, SaveAll
 
 INFINITY = float("inf")
+CONVOLUTION = "conv_general_dilated"
 
 
 # --- an evaluation of the objective, written from the module's docstring and the paper ------------
@@ -117,10 +118,12 @@ def kept_bytes(graph: Graph, kept: Iterable[int]) -> int:
 
 
 def bar_of(graph: Graph, policy: MinCut) -> int | None:
-    """Bytes of what may not run again, None where no matmul is among it."""
+    """Bytes of what may not run again, None where convolutions outweigh matmuls."""
     at_all = replace(policy, memory_weight=1)
     banned = [op for op in graph.forward_ops() if price_of_running(graph, at_all, op) == INFINITY]
-    if not any(op.heavy for op in banned):
+    heavy = [(op.name, graph.values[v].nbytes) for op in banned if op.heavy for v in op.outputs]
+    matmuls = sum(nbytes for name, nbytes in heavy if name != CONVOLUTION)
+    if matmuls <= sum(nbytes for name, nbytes in heavy if name == CONVOLUTION):
         return None
     return kept_bytes(graph, (v for op in banned for v in op.outputs))
 
