@@ -435,3 +435,17 @@ def test_the_order_of_arguments_changes_no_decision() -> None:
 )
 def test_a_plan_for_policy_lowering_exists(loss: Any) -> None:
     remat.plan(loss, jnp.ones((64, 16)), lowering="policy")
+
+
+def test_a_loop_keeps_what_is_the_same_in_every_iteration_once() -> None:
+    """Weights put together in a loop's body: made again in every iteration they would be written in each."""
+    builder = GraphBuilder()
+    weights = builder.input((1024,))
+    made = builder.op("tanh", [weights], (4096,))
+    y = builder.op("dot", [made], (64,))
+    ct = builder.cotangent((64,))
+    graph = builder.build([y], [builder.op("dot", [ct, made], (1024,))])
+    assert MinCut().decide(graph).saved == {weights}
+    body = replace(graph, multiplicity=100, invariant=(weights,))
+    assert MinCut().decide(body).saved == {made}
+    assert MinCut().decide(replace(body, invariant=())).saved == {weights}

@@ -199,15 +199,21 @@ class _Capacity:
         if not self.graph.values[value].savable:
             return INFINITE
         size = stored_bytes(self.graph.values[value])
-        passes = 1 if is_written_forward(self.graph, value) else 2
+        written = is_written_forward(self.graph, value) or value in self.graph.fixed
+        passes = 1 if written else 2
         # An empty or zero-byte value still has to be on one side; one unit breaks no tie between others.
         return size * passes * _SCALE + 1
 
     def memory(self, value: int) -> int:
-        """Bytes that keeping a value adds to what is alive."""
-        if not self.graph.values[value].savable or value in self.graph.alive_anyway:
+        """Bytes that keeping a value adds to what is alive, in a loop per iteration.
+
+        A loop keeps what is the same in every iteration once.
+        """
+        graph = self.graph
+        if not graph.values[value].savable or value in graph.alive_anyway:
             return 0
-        return stored_bytes(self.graph.values[value])
+        times = graph.multiplicity if value in graph.fixed else 1
+        return stored_bytes(graph.values[value]) // times
 
     def recompute(self, op: Op) -> int:
         """Price of running a forward operator again; `INFINITE` bans it."""
