@@ -442,8 +442,8 @@ def test_a_loop_keeps_what_is_the_same_in_every_iteration_once() -> None:
     builder = GraphBuilder()
     weights = builder.input((1024,))
     made = builder.op("tanh", [weights], (4096,))
-    y = builder.op("dot", [made], (64,))
-    ct = builder.cotangent((64,))
+    y = builder.op("tanh", [made], (4096,))
+    ct = builder.cotangent((4096,))
     graph = builder.build([y], [builder.op("dot", [ct, made], (1024,))])
     assert MinCut().decide(graph).saved == {weights}
     body = replace(graph, multiplicity=100, invariant=(weights,))
