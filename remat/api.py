@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from remat import nnx
-from remat.checkpointing import checkpoint
+from remat.checkpointing import UNSET, checkpoint, chosen_policy
 from remat.core.interrupt import Progress
 from remat.planning.planners import Confirm
 from remat.plans.plan import Plan
@@ -20,7 +20,7 @@ __all__ = ["checkpoint", "plan"]
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    remat_policy: Any = "min_cut",
+    remat_policy: Any = UNSET,
     budget: int | float | str | None = None,
     confirm: bool | int | str | Confirm | None = None,
     argnums: int | Sequence[int] = 0,
@@ -51,7 +51,7 @@ def plan(
         PolicyError, BudgetError, TraceError: as `remat.checkpoint`.
     """
     options: dict[str, Any] = dict(
-        remat_policy=remat_policy,
+        remat_policy=chosen_policy(None, remat_policy, budget),
         budget=budget,
         confirm=confirm,
         static_argnums=static_argnums,

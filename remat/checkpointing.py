@@ -48,10 +48,11 @@ def checkpoint(
 
     Args:
         fun: any differentiable JAX function of pytrees.
-        remat_policy: one of our policy names (`"min_cut"`, the default, `"full"`, `"names"`, `"save_all"`); a
-            policy object such as `remat.policies.MinCut(heavy="batched")`; a `remat.Plan` or the path of a saved
-            one; the name of one of `jax.checkpoint_policies` or any jax policy (handed to `jax.checkpoint`);
-            None or `"none"` for no rematerialization; `"minimal"`.
+        remat_policy: one of our policy names, such as `"low_memory"` or `"ilp"`; by default `"min_cut"`, and
+            with a budget `"auto"`, which turns to `"ilp"` where `"min_cut"` does not meet it; a policy object
+            such as `remat.policies.MinCut(heavy="batched")`; a `remat.Plan` or the path of a saved one; the name
+            of one of `jax.checkpoint_policies` or any jax policy (handed to `jax.checkpoint`); None or `"none"`
+            for no rematerialization; `"minimal"`.
         policy: as in `jax.checkpoint`; exclusive with `remat_policy`.
         budget: bound on the peak of everything that is neither argument nor result: bytes, `"6GiB"`, or a
             fraction of the peak without rematerialization.
@@ -91,7 +92,7 @@ def checkpoint(
     if not callable(fun):
         raise TraceError(f"remat.checkpoint expects a function, got {type(fun).__name__}")
     check_options(lowering, nested_checkpoints)
-    resolved = resolve(chosen_policy(policy, remat_policy), budget, confirm)
+    resolved = resolve(chosen_policy(policy, remat_policy, budget), budget, confirm)
     if isinstance(resolved, Off):
         return fun
     if isinstance(resolved, JaxPolicy):
@@ -184,14 +185,16 @@ def _check_names(names: frozenset[str], eqns: Sequence[Any]) -> None:
     warnings.warn(text, RematWarning, stacklevel=4)
 
 
-def chosen_policy(policy: Any, remat_policy: Any) -> Any:
-    """Returns which of the two spellings was given; neither means `"min_cut"`.
+def chosen_policy(policy: Any, remat_policy: Any, budget: int | float | str | None) -> Any:
+    """Returns which of the two spellings was given; neither means `"min_cut"`, or `"auto"` within a budget.
 
     Raises:
         PolicyError: both were given.
     """
     if policy is None:
-        return "min_cut" if remat_policy is UNSET else remat_policy
+        if remat_policy is UNSET:
+            return "min_cut" if budget is None else "auto"
+        return remat_policy
     if remat_policy is not UNSET and remat_policy is not None:
         raise PolicyError(
             f"both policy={policy!r} and remat_policy={remat_policy!r} were given; they mean the same: "

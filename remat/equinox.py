@@ -75,7 +75,7 @@ def filter_checkpoint(
     """
     options: dict[str, Any] = dict(
         prevent_cse=prevent_cse,
-        remat_policy=chosen_policy(policy, remat_policy),
+        remat_policy=chosen_policy(policy, remat_policy, budget),
         budget=budget,
         confirm=confirm,
         lowering=lowering,

@@ -44,7 +44,7 @@ def _lifted(
     """`flax.core.lift.checkpoint` with another transform inside."""
     _check_concrete(concrete)
     nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    chosen = chosen_policy(policy, remat_policy)
+    chosen = chosen_policy(policy, remat_policy, options.get("budget"))
 
     def inner(
         scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kw: Any
@@ -105,7 +105,7 @@ def remat(
         TraceError: `concrete=True`.
     """
     _check_concrete(concrete)
-    chosen = chosen_policy(policy, remat_policy)
+    chosen = chosen_policy(policy, remat_policy, budget)
     resolve(chosen, budget, confirm)
     check_options(lowering, nested_checkpoints)
     ours = {

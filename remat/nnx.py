@@ -71,7 +71,7 @@ def remat(
             lowering=lowering,
             nested_checkpoints=nested_checkpoints,
         )
-    chosen = chosen_policy(policy, remat_policy)
+    chosen = chosen_policy(policy, remat_policy, budget)
     resolved = resolve(chosen, budget, confirm)
     if isinstance(resolved, Off):
         return f

@@ -43,7 +43,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "broadcast": {"fusible": True, "kind": "VIEW"},
     "dot": {"fusible": False, "heavy": True, "kind": "HEAVY"},
     "batched_dot": {"fusible": False, "heavy": True, "batched": True, "kind": "HEAVY"},
-    "conv_general_dilated": {"fusible": False, "heavy": True, "kind": "HEAVY"},
     "sum": {"fusible": True, "kind": "REDUCTION"},
     "argmax": {"fusible": False, "kind": "REDUCTION"},
     "bits": {"fusible": True, "random": True, "kind": "RANDOM"},
@@ -64,15 +63,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     },
 }
 _COMMON = ("add", "tanh", "broadcast", "dot", "sum", "bits")
-_RARE = (
-    "batched_dot",
-    "conv_general_dilated",
-    "argmax",
-    "fold_in",
-    "gather",
-    "mystery",
-    "callback",
-)
+_RARE = ("batched_dot", "argmax", "fold_in", "gather", "mystery", "callback")
 
 
 class GraphBuilder:

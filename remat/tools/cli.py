@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="plan a function and explain the plan")
     plan.set_defaults(run=_plan)
     plan.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
-    plan.add_argument("--policy", default="min_cut", help="default: min_cut")
+    plan.add_argument("--policy", help="default: min_cut, and with --budget auto")
     plan.add_argument(
         "--option",
         action="append",
@@ -237,10 +237,11 @@ def _plan(options: argparse.Namespace) -> int:
 
     if options.plot is not None:
         plot.check_path(options.plot)
-    policy = _configured(options.policy, options.option)
+    name = options.policy or ("min_cut" if options.budget is None else "auto")
+    policy = _configured(name, options.option)
     function, args = load_target(options.target)
     with _Progress() as progress:
-        progress(f"{options.policy}: tracing and planning")
+        progress(f"{name}: tracing and planning")
         made = api.plan(
             function,
             *args,
