@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -18,7 +19,7 @@ from remat.plans.record import Certificate
 from remat.policies.base import Decision
 from remat.policies.solvers.flow import INFINITE, Cut, minimum_cut
 
-__all__ = ["CutRules", "saved_cut"]
+__all__ = ["CutRules", "saved_cut", "saved_cuts"]
 
 # memory_weight is rounded to 1/64 so that capacities stay integers: the weight is off by less than a per cent.
 _SCALE = 64
@@ -56,11 +57,21 @@ def saved_cut(graph: Graph, rules: CutRules) -> Decision:
     if rules.memory_weight is None:
         solved = _least_weight(network)
     else:
-        solved = network.solve(round(rules.memory_weight * _SCALE))
+        solved = network.solve(_scaled(rules.memory_weight))
     cut = solved.cut
     certificate = Certificate("cut capacity = flow value", cut.capacity, cut.flow)
     status = "optimal" if cut.capacity == cut.flow else "heuristic"
     return Decision(solved.saved, status, certificate)
+
+
+def saved_cuts(graph: Graph, rules: CutRules, weights: Iterable[float]) -> Iterator[frozenset[int]]:
+    """Yields the values that `saved_cut` keeps at each weight of memory, all above 0."""
+    network = _build(graph, replace(rules, memory_weight=None))
+    return (network.solve(_scaled(weight)).saved for weight in weights)
+
+
+def _scaled(weight: float) -> int:
+    return round(weight * _SCALE)
 
 
 def _least_weight(network: _CutNetwork) -> _Solved:

@@ -12,7 +12,7 @@ from remat.plans.record import Certificate, Status
 from remat.plans.report import human_bytes
 from remat.policies.base import Decision, largest_named, required_saves
 from remat.policies.buffers.condense import Condensed
-from remat.policies.buffers.saved_cut import CutRules, saved_cut
+from remat.policies.buffers.saved_cut import CutRules, saved_cuts
 from remat.policies.exact.cut import CutBound, cut_bound, once_each
 from remat.policies.exact.milp import Covers, Solved
 from remat.policies.solvers.chain.solve import prepare_chain, solve_chain
@@ -228,8 +228,7 @@ def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str,
         return
     seen: set[frozenset[int]] = set()
     for heavy in ("ban", "batched", "roofline"):
-        for weight in _MEMORY_WEIGHTS:
-            saved = saved_cut(condensed.graph, CutRules(memory_weight=weight, heavy=heavy)).saved
+        for saved in saved_cuts(condensed.graph, CutRules(heavy=heavy), _MEMORY_WEIGHTS):
             nodes = condensed.forward_nodes(saved)
             if nodes not in seen:
                 seen.add(nodes)

@@ -23,6 +23,7 @@ number of large temporaries times that of the results).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -59,9 +60,27 @@ def predict(
     """
     if schedule is not None and _is_plain(schedule, loops):
         schedule = None
+    if schedule is None and not loops:
+        return _plain(graph)
     working = _working(graph, loops, plain=schedule is None)
     with without_collection():
         return _predict(execution_of(graph, schedule, working))
+
+
+# Of graphs that are alive, by identity: to compare two graphs takes as long as to predict.
+_PLAIN: dict[int, tuple[weakref.ref[Graph], Prediction]] = {}
+
+
+def _plain(graph: Graph) -> Prediction:
+    """Predicts the plain program; several plans of a graph ask for it."""
+    known = _PLAIN.get(id(graph))
+    if known is not None and known[0]() is graph:
+        return known[1]
+    with without_collection():
+        prediction = _predict(execution_of(graph, None, {}))
+    key = id(graph)
+    _PLAIN[key] = weakref.ref(graph, lambda _: _PLAIN.pop(key, None)), prediction
+    return prediction
 
 
 def predict_body(

@@ -16,7 +16,7 @@ from remat.plans.plan import LoopPlan, Plan
 from remat.plans.record import Recomputed, Saved
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import Replay, simulate
-from remat.plans.stages import LARGE_SHARE
+from remat.plans.stages import LARGE_SHARE, long_sums
 from remat.plans.steps import Schedule
 from remat.policies.base import Decision, Policy, describe_options
 
@@ -102,9 +102,9 @@ def _with_sums_tied(
     graph: Graph, kept: frozenset[int], decision: Decision, schedule: Schedule, peak: int
 ) -> tuple[Schedule, int]:
     """Returns the schedule that adds up gradients of shared weights as they come, if its peak is much lower."""
-    tied = build_schedule(graph, kept, order=decision.order, tie_sums=True)
-    if tied == schedule:
+    if not long_sums(graph, graph.backward_ops()):
         return schedule, peak
+    tied = build_schedule(graph, kept, order=decision.order, tie_sums=True)
     tied_peak = _peak_bytes(graph, tied, decision)
     return (tied, tied_peak) if tied_peak <= (1 - LARGE_SHARE) * peak else (schedule, peak)
 

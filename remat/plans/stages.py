@@ -26,6 +26,7 @@ __all__ = [
     "Stages",
     "accumulations",
     "closure",
+    "long_sums",
     "stage_points",
 ]
 
@@ -259,24 +260,11 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
     as many terms are alive as there are ties. One tie holds all sums that have grown. Only sums are tied whose
     terms would take, but for two, as much as a large value, and only terms that are buffers anyway.
     """
-    ops, values, users = graph.ops, graph.values, graph.users
-    least = LARGE_SHARE * max((value.nbytes for value in values), default=0)
-    chains: dict[int, list[int]] = {}  # additions that make up a sum, by the last
-    for op in backward:
-        if op.name != "add_any":
-            continue
-        before = {v: values[v].producer for v in op.inputs}
-        inner = [p for v, p in before.items() if p in chains and len(users[v]) == 1]
-        if all(p in inner or _is_buffer(graph, v) for v, p in before.items()):
-            chain = [x for p in inner if p is not None for x in chains.pop(p)]
-            chains[op.id] = [*chain, op.id]
     every: dict[int, int] = {}  # so many terms between two ties of a sum, by addition
     sum_of: dict[int, int] = {}
-    for last, chain in chains.items():
-        nbytes = values[ops[last].outputs[0]].nbytes
-        if len(chain) + 1 >= ACCUMULATION_TERMS and (len(chain) - 1) * nbytes >= least:
-            every.update(dict.fromkeys(chain[:-1], math.isqrt(len(chain)) + 1))
-            sum_of.update(dict.fromkeys(chain, last))
+    for chain in long_sums(graph, backward):
+        every.update(dict.fromkeys(chain[:-1], math.isqrt(len(chain)) + 1))
+        sum_of.update(dict.fromkeys(chain, chain[-1]))
     found: dict[int, tuple[int, ...]] = {}
     alive = _Alive(graph, backward)
     grown: dict[int, int] = {}  # additions since the last tie, by sum
@@ -297,6 +285,32 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
                 grown.clear()
                 latest.clear()
     return found
+
+
+def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
+    """Returns the sums of gradients that pay to be added up as they come, each as the additions that make it up.
+
+    Args:
+        graph: a joint graph.
+        backward: its backward operators, each once, in an order in which they can run.
+    """
+    ops, values, users = graph.ops, graph.values, graph.users
+    least = LARGE_SHARE * max((value.nbytes for value in values), default=0)
+    chains: dict[int, list[int]] = {}  # by the last addition
+    for op in backward:
+        if op.name != "add_any":
+            continue
+        before = {v: values[v].producer for v in op.inputs}
+        inner = [p for v, p in before.items() if p in chains and len(users[v]) == 1]
+        if all(p in inner or _is_buffer(graph, v) for v, p in before.items()):
+            chain = [x for p in inner if p is not None for x in chains.pop(p)]
+            chains[op.id] = [*chain, op.id]
+    return [
+        chain
+        for last, chain in chains.items()
+        if len(chain) + 1 >= ACCUMULATION_TERMS
+        and (len(chain) - 1) * values[ops[last].outputs[0]].nbytes >= least
+    ]
 
 
 def _is_buffer(graph: Graph, value: int) -> bool:
