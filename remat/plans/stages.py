@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from remat.core.graph import Graph, Op
 
 __all__ = [
-    "ACCUMULATION_TERMS",
     "DRAWN_DEPTH",
     "FUSED_REDO_LIMIT",
     "HOIST_LIMIT_BYTES",
@@ -73,10 +72,6 @@ DRAWN_DEPTH = 12
 """So many operators back it is asked whether a mask is a function of random bits.
 
 It bounds a search that tries every operand; beyond it a mask is kept as any other value. Not varied."""
-
-
-ACCUMULATION_TERMS = 3
-"""A sum of at least so many gradients is added up as they come: with two, both are alive in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +258,7 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
     every: dict[int, int] = {}  # so many terms between two ties of a sum, by addition
     sum_of: dict[int, int] = {}
     for chain in long_sums(graph, backward):
-        every.update(dict.fromkeys(chain[:-1], math.isqrt(len(chain)) + 1))
+        every.update(dict.fromkeys(chain[:-1], _between_ties(chain)))
         sum_of.update(dict.fromkeys(chain, chain[-1]))
     found: dict[int, tuple[int, ...]] = {}
     alive = _Alive(graph, backward)
@@ -287,8 +282,13 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
     return found
 
 
+def _between_ties(chain: list[int]) -> int:
+    """How many terms are added between two ties."""
+    return math.isqrt(len(chain)) + 1
+
+
 def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
-    """Returns the sums of gradients that pay to be added up as they come, each as the additions that make it up.
+    """Returns the large sums of gradients with so many terms that one tie falls between, each as its additions.
 
     Args:
         graph: a joint graph.
@@ -308,7 +308,7 @@ def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
     return [
         chain
         for last, chain in chains.items()
-        if len(chain) + 1 >= ACCUMULATION_TERMS
+        if len(chain) > _between_ties(chain)
         and (len(chain) - 1) * values[ops[last].outputs[0]].nbytes >= least
     ]
 
