@@ -25,12 +25,14 @@ The differences are on purpose: to give all of them one variant would change pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Protocol
 
 from remat.core.graph import Graph, Op
 
 __all__ = [
+    "KernelSizes",
+    "splits_code",
     "ends_kernel",
     "fused_values",
     "is_written",
@@ -43,6 +45,10 @@ __all__ = [
 # kernel that writes it and by two that read it. That the one that writes it reads, too, is left out: it mostly is a
 # kernel that reads that anyway. `benchmarks.coarsening` holds the choice against others.
 _MOVES_MADE_TWICE, _MOVES_WRITTEN = 2, 3
+
+# XLA's own numbers and operators (`gpu_hlo_cost_analysis.h`, `ElementalIrEmitter::OpInvalidatesCache`).
+MOST_SPLITS, MOST_INSTRUCTIONS = 10, 10_000
+_SPLITS = frozenset({"concatenate", "pad", "dynamic_update_slice"})
 
 
 class _Fusing(Protocol):
@@ -67,6 +73,75 @@ def is_written(ends_kernel: bool, readers: Iterable[_Fusing]) -> bool:
 def ends_kernel(op: Op) -> bool:
     """Whether XLA merges an operator with nothing that reads its results; with what it reads it may."""
     return not op.fusible or op.kind == "REDUCTION"
+
+
+def splits_code(name: str, kind: str) -> bool:
+    """Whether XLA begins a branch or a loop for an operator, after which nothing made before is there."""
+    return name in _SPLITS or kind == "REDUCTION"
+
+
+class KernelSizes:
+    """How large kernels become as operators are merged into them, from their last operator back.
+
+    XLA emits an operator in a kernel once per place at which its readers want it: element-wise readers that want
+    the same element share it, one that moves elements (a slice, a transposition) wants another. What `splits_code`
+    doubles it. XLA's GPU compiler does not merge what would have more than 10 of these in one kernel, or more than
+    10,000 instructions (`GpuHloCostAnalysis::ProducerConsumerMergedTooLarge`): two steps of a stencil are two
+    kernels, since the first would be made for each of five neighbours.
+
+    Operators are numbers; a kernel is known by its last.
+    """
+
+    def __init__(self) -> None:
+        self._instructions: dict[int, int] = {}  # by kernel
+        self._splits: dict[int, int] = {}
+        # By operator and kernel: the readers at whose places it is emitted, and how often that is.
+        self._places: dict[tuple[int, int], frozenset[int]] = {}
+        self._times: dict[tuple[int, int], int] = {}
+
+    def begin(self, kernel: int, splits: bool) -> None:
+        """An operator becomes the last of a kernel; `splits`: see `splits_code`."""
+        self._instructions[kernel], self._splits[kernel] = 1, int(splits)
+        self._places[kernel, kernel], self._times[kernel, kernel] = frozenset((kernel,)), 1
+
+    def merge(
+        self,
+        op: int,
+        splits: bool,
+        kernels: Collection[int],
+        readers: Collection[int],
+        moves: Callable[[int], bool],
+    ) -> bool:
+        """Merges an operator into all kernels that its readers are in, unless one becomes too large.
+
+        Args:
+            op: the operator.
+            splits: see `splits_code`.
+            kernels: the last operator of each.
+            readers: of its results, all merged before.
+            moves: whether a reader reads other elements than it makes.
+
+        Returns:
+            Whether it was merged.
+        """
+        merged: list[tuple[int, set[int], int]] = []
+        for kernel in kernels:
+            places: set[int] = set()
+            for reader in readers:
+                own = self._places.get((reader, kernel))
+                if own is not None:
+                    places.update((reader,) if moves(reader) else own)
+            times = sum([self._times[reader, kernel] for reader in places])
+            all_splits = self._splits[kernel] + times * splits
+            instructions = self._instructions[kernel] + times
+            if all_splits > MOST_SPLITS or instructions << all_splits > MOST_INSTRUCTIONS:
+                return False
+            merged.append((kernel, places, times))
+        for kernel, places, times in merged:
+            self._splits[kernel] += times * splits
+            self._instructions[kernel] += times
+            self._places[op, kernel], self._times[op, kernel] = frozenset(places), times
+        return True
 
 
 def fused_values(graph: Graph) -> frozenset[int]:
@@ -131,7 +206,42 @@ def kernel_results(graph: Graph, live: Collection[int], kept: Container[int]) ->
             users = [graph.ops[u] for u in graph.users[value] if u in live]
             if value in roots or value in kept or (users and is_written(ends, users)):
                 found.add(value)
-    return found | _dear(graph, live, found)
+    found |= _dear(graph, live, found)
+    return found | _too_large(graph, live, found)
+
+
+def _too_large(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
+    """Values not written yet that XLA does not merge into the kernels of their phase that read them."""
+    ops, sizes = graph.ops, KernelSizes()
+    kernels: dict[int, frozenset[int]] = {}
+    found: set[int] = set()
+
+    def moves(reader: int) -> bool:
+        return ops[reader].kind == "VIEW"
+
+    for op in reversed(ops):
+        if op.id not in live:
+            continue
+        splits = splits_code(op.name, op.kind)
+        readers = [
+            user
+            for value in op.outputs
+            for user in graph.users[value]
+            if user in live and ops[user].phase == op.phase
+        ]
+        into = frozenset[int]().union(*(kernels[reader] for reader in readers))
+        if (
+            into
+            and buffers.isdisjoint(op.outputs)
+            and sizes.merge(op.id, splits, into, readers, moves)
+        ):
+            kernels[op.id] = into
+            continue
+        if into:
+            found.update(op.outputs)
+        sizes.begin(op.id, splits)
+        kernels[op.id] = frozenset((op.id,))
+    return found - buffers
 
 
 def _dear(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.core.buffers import is_written
+from remat.core.buffers import KernelSizes, is_written, splits_code
 from remat.memory.execution import Execution, Node
 from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SMALL_SHARE
 
@@ -104,6 +104,7 @@ class Fusion:
     def _choose(self) -> None:
         """From the results back: a value's kernels are known once those of its readers are."""
         nodes, results = self.execution.nodes, set(self.execution.results)
+        sizes = KernelSizes()
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if not self.live[number]:
@@ -116,7 +117,11 @@ class Fusion:
                 or not results.isdisjoint(outs)
                 or (len(kernels) > 1 and self._written_once(node, kernels))
             )
+            written = written or not sizes.merge(
+                number, self._splits(node), kernels, readers, self._moves
+            )
             if written or not kernels:
+                sizes.begin(number, self._splits(node))
                 kernels = frozenset((number,))
                 for out in outs:
                     self.is_buffer[out] = True
@@ -125,6 +130,14 @@ class Fusion:
                 read = self.read_by.setdefault(kernel, set())
                 for index in node.ins:
                     read |= self.leaves[index]
+
+    @staticmethod
+    def _splits(node: Node) -> bool:
+        return node.op is not None and splits_code(node.op.name, node.op.kind)
+
+    def _moves(self, number: int) -> bool:
+        node = self.execution.nodes[number]
+        return node.op is not None and node.op.kind == "VIEW"
 
     def _readers(self, outs: Sequence[int]) -> list[int]:
         return [user for out in outs for user in self.users[out]]
