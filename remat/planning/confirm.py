@@ -97,7 +97,7 @@ class BudgetKnob(Generic[T]):
         """Compiles a plan that is asked for at the very place, or for the smallest peak that the refusal names."""
         del low, high
         for _ in range(2):
-            setting = self._within(target_bytes)
+            setting = self._within(target_bytes, nearest=True)
             try:
                 with self._time.next():
                     self.bench.plan(setting)
@@ -107,10 +107,11 @@ class BudgetKnob(Generic[T]):
                 return self.bench.trial(setting)
         return self.least()
 
-    def _within(self, budget_bytes: int) -> Setting:
+    def _within(self, budget_bytes: int, nearest: bool = False) -> Setting:
         budget = max(budget_bytes, 1)
         return Setting(
-            f"a budget of {human_bytes(budget)}", PolicyPlanner(self.policy, budget, margin=0)
+            f"a budget of {human_bytes(budget)}",
+            PolicyPlanner(self.policy, budget, margin=0, nearest=nearest),
         )
 
     def _other_plans(self) -> Iterator[T]:

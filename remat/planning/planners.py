@@ -53,6 +53,8 @@ class PolicyPlanner(SteadyPlanner):
         policy: any `remat.policies.Policy`.
         budget: bytes, or a fraction of the peak without rematerialization, or None.
         margin: share of the budget that plans leave for the prediction's error, if there is one that can.
+        nearest: where nothing is predicted to fit, take what is nearest instead of a `BudgetError`: for those who
+            ask the compiler, for whom predictions are a guide. Not for functions with loops.
         confirm: how the compiler is asked whether the budget is met, None if it is not.
         tags: `checkpoint_name`s of the function as written, wherever they are in it; None for the body of a loop,
             which need not hold what the policy names.
@@ -61,6 +63,7 @@ class PolicyPlanner(SteadyPlanner):
     policy: Policy
     budget: int | float | None = None
     margin: float = MARGIN
+    nearest: bool = False
     confirm: Confirm | None = None
     tags: frozenset[str] | None = None
 
@@ -79,7 +82,7 @@ class PolicyPlanner(SteadyPlanner):
         if self.budget is None:
             return self
         if isinstance(self.policy, BudgetPolicy):
-            return BudgetSession(self.policy, self.budget, self.margin)
+            return BudgetSession(self.policy, self.budget, self.margin, self.nearest)
         return CheckedSession(replace(self, budget=None), self.policy, self.budget)
 
     def sites(self, menu: Alternatives) -> frozenset[str]:

@@ -191,8 +191,10 @@ def _next(
         if slope < _STEEP_ENOUGH:
             return None
         target = high.predicted_bytes - round((high.temp_bytes - wanted) / slope)
-    else:  # the more careful of: a constant above the prediction, and a multiple of it
-        apart = high.predicted_bytes - (high.temp_bytes - wanted)
-        times = high.predicted_bytes * wanted // max(high.temp_bytes, 1)
-        target = min(apart, times)
+    else:
+        target = high.predicted_bytes * wanted // max(high.temp_bytes, 1)
+        if (
+            high is not odd
+        ):  # the more careful of: a multiple of the prediction, and a constant above it
+            target = min(target, high.predicted_bytes - (high.temp_bytes - wanted))
     return target if target > 0 else None

@@ -58,9 +58,17 @@ class BudgetSession(SteadyPlanner):
         policy: plans what is outside of loops.
         limit: bytes, or a fraction of the peak without rematerialization.
         margin: share of it that plans leave for the prediction's error, if there is one that can.
+        nearest: where nothing fits and there are no loops, take what is nearest.
     """
 
-    def __init__(self, policy: BudgetPolicy, limit: Limit, margin: float = MARGIN) -> None:
+    def __init__(
+        self,
+        policy: BudgetPolicy,
+        limit: Limit,
+        margin: float = MARGIN,
+        nearest: bool = False,
+    ) -> None:
+        self.nearest = nearest
         self.policy = policy
         self.limit = limit
         self.margin = margin
@@ -158,6 +166,9 @@ class BudgetSession(SteadyPlanner):
         }
         if planned:
             return planned
+        near = {chosen: within.nearest() for chosen, within in asked.items() if self.nearest}
+        if any(plan is not None for plan in near.values()):
+            return {chosen: plan for chosen, plan in near.items() if plan is not None}
         refusals: list[BudgetError] = []
         for within in asked.values():
             within.limit = self.time  # its part of the time is used
@@ -177,7 +188,7 @@ class BudgetSession(SteadyPlanner):
             if planned is not None and barriers:
                 return replace(planned, graph=graph)
             limit = limit_bytes(self.limit, peak_bytes(graph.plain or graph))
-            return self._within(graph, limit, barriers, self.margin)
+            return self._within(graph, limit, barriers, self.margin, self.nearest)
         if self._setting.within is not None:
             key = (graph.fingerprint(), self._setting.within)
             try:
@@ -198,9 +209,17 @@ class BudgetSession(SteadyPlanner):
             notes=(note, *plan.notes),
         )
 
-    def _within(self, graph: Graph, limit: int, barriers: bool, margin: float) -> Plan:
+    def _within(
+        self, graph: Graph, limit: int, barriers: bool, margin: float, nearest: bool = False
+    ) -> Plan:
         return plan_within(
-            graph, self.policy, limit, barriers=barriers, limit=self.time, margin=margin
+            graph,
+            self.policy,
+            limit,
+            barriers=barriers,
+            limit=self.time,
+            margin=margin,
+            nearest=nearest,
         )
 
     def again(self, plan: Plan) -> bool:
@@ -240,6 +259,8 @@ class BudgetSession(SteadyPlanner):
             )
         if interrupted():
             plan = replace(plan, notes=(*plan.notes, _INTERRUPTED))
+        if self.nearest and not self.bodies:
+            return plan
         return held(plan, self.limit)
 
     def _settings(self, least: Plan) -> Tried:

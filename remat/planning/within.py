@@ -41,6 +41,7 @@ def plan_within(
     barriers: bool = True,
     limit: TimeLimit | None = None,
     margin: float = MARGIN,
+    nearest: bool = False,
 ) -> Plan:
     """Plans a graph so that its predicted peak is at most `budget_bytes`.
 
@@ -54,6 +55,7 @@ def plan_within(
         barriers: as in `remat.planning.make.make_plan`.
         limit: of the policy's time, where this is part of a larger planning; its own by default.
         margin: share of the budget that plans leave for the prediction's error, if there is one that can.
+        nearest: where nothing fits, take what is nearest; its `budget_bytes` is its own peak.
 
     Raises:
         BudgetError: no plan that fits was found; the message has the smallest peak found, which can be planned
@@ -66,7 +68,7 @@ def plan_within(
         return held(plan, budget_bytes)
     limit = limit or TimeLimit(policy)
     with limit.running():
-        return Within(graph, limit, budget_bytes, barriers, margin).plan()
+        return Within(graph, limit, budget_bytes, barriers, margin).plan(nearest=nearest)
 
 
 class Within:
@@ -85,13 +87,13 @@ class Within:
         self.offered = _Offers(graph, limit.policy, barriers)
         self._resorts: list[Plan] = []
 
-    def plan(self) -> Plan:
-        """Returns the plan.
+    def plan(self, *, nearest: bool = False) -> Plan:
+        """Returns the plan; `nearest` as in `plan_within`.
 
         Raises:
             BudgetError: nothing fits.
         """
-        plan = self.asked() or self.resorted()
+        plan = self.asked() or (self.nearest() if nearest else None) or self.resorted()
         if plan is None:
             raise self.refusal()
         return plan
@@ -107,6 +109,13 @@ class Within:
             self.offered.run(self.budget_bytes, self.limit)
         best = self.offered.best
         return None if best is None else self._finished(best)
+
+    def nearest(self) -> Plan | None:
+        """Returns the plan that is least above the budget, of those that the policy made; after `asked`."""
+        plan = self.offered.smallest
+        if plan is None:
+            return None
+        return replace(plan, budget_bytes=plan.peak_bytes, solve_seconds=now() - self.began)
 
     def resorted(self) -> Plan | None:
         """Returns the cheapest of `remat.planning.resort.resorts` that fits."""
