@@ -106,10 +106,12 @@ def test_the_compiled_program_is_within_the_budget(is_scanned: bool, lowering: s
     assert (found.device, found.jax_version) == ("cpu", jax.__version__)
     assert 2 <= found.compiles <= 8
     wrapped = remat.checkpoint(function, remat_policy=plan, lowering=lowering)
-    report = remat.compile_report(jax.value_and_grad(wrapped), *arguments, device="cpu")
-    # The cotangent of a loss is a constant there, and an argument where a plan is confirmed.
-    assert report.temp_bytes <= plan.budget_bytes + 64
-    assert report.matmuls_executed == found.matmuls
+    reports = [
+        remat.compile_report(transform(wrapped), *arguments, device="cpu")
+        for transform in (jax.grad, jax.value_and_grad)
+    ]
+    assert max(report.temp_bytes for report in reports) == found.temp_bytes
+    assert {report.matmuls_executed for report in reports} == {found.matmuls}
     ours, theirs = jax.jit(jax.grad(wrapped))(*arguments), jax.jit(jax.grad(function))(*arguments)
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-5)
@@ -272,7 +274,8 @@ def _bench(
             return _Made(unchanged_plan(graph, policy))
         return _Made(make_plan(graph, policy))
 
-    def compiled(made: _Made) -> Confirmed:
+    def compiled(made: _Made, limit_bytes: int | None = None) -> Confirmed:
+        del limit_bytes
         plan = made.plan
         temp = round(times * plan.peak_bytes) + more
         return Confirmed("toy", "0", temp, 0, 0, 1.0 + plan.recompute_seconds)
@@ -315,7 +318,8 @@ def test_a_program_that_cannot_be_compiled_is_passed_over(
     plain = toy(make(PolicyPlanner(remat.policies.Unchanged()))).temp_bytes
     calls = [-1]
 
-    def compiled(made: _Made) -> Confirmed:
+    def compiled(made: _Made, limit_bytes: int | None = None) -> Confirmed:
+        del limit_bytes
         calls[0] += 1
         if calls[0] in failing:
             raise CompileError("no tiles for it\nat length")

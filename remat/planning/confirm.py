@@ -177,9 +177,11 @@ class _Trial(Generic[M]):
 class _Bench(Generic[M]):
     """Makes and compiles the plans of one function."""
 
-    def __init__(self, make: Callable[[Planner], M], compiled: Callable[[M], Confirmed]) -> None:
+    def __init__(
+        self, make: Callable[[Planner], M], compiled: Callable[[M, int | None], Confirmed]
+    ) -> None:
         self.make, self.compiled = make, compiled
-        self.limit_bytes = 0
+        self.limit_bytes: int | None = None
         self.trials: dict[str, _Trial[M]] = {}  # by digest of the plan
         self.failure: CompileError | None = None  # the last one
         self._made: dict[Planner, M] = {}
@@ -197,12 +199,14 @@ class _Bench(Generic[M]):
         key = made.plan.digest()
         if key not in self.trials:
             say(f"{setting.label}: compiling, number {len(self.trials) + 1}")
-            self.trials[key] = _Trial(setting, made, self._found(setting, made), self.limit_bytes)
+            self.trials[key] = _Trial(
+                setting, made, self._found(setting, made), self.limit_bytes or 0
+            )
         return self.trials[key]
 
     def _found(self, setting: Setting, made: M) -> Confirmed | None:
         try:
-            found = self.compiled(made)
+            found = self.compiled(made, self.limit_bytes)
         except CompileError as error:
             # One program may be too much for a compiler that takes others; two are not by chance.
             if self.failure is not None and all(t.found is None for t in self.trials.values()):
@@ -223,7 +227,7 @@ def confirmed(
     planner: PolicyPlanner,
     max_compiles: int,
     make: Callable[[Planner], M],
-    compiled: Callable[[M], Confirmed],
+    compiled: Callable[[M, int | None], Confirmed],
     *,
     takes_plain: bool = True,
 ) -> tuple[M, Plan]:
@@ -233,7 +237,7 @@ def confirmed(
         planner: with a budget; a fraction is of what the compiled program takes without rematerialization.
         max_compiles: at most so many programs are compiled.
         make: plans with a planner.
-        compiled: what the compiler says of what was made.
+        compiled: what the compiler says of what was made; given the limit in bytes, None if it is not known yet.
         takes_plain: whether the program without rematerialization may be taken as it is.
 
     Raises:
