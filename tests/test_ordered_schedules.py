@@ -38,7 +38,7 @@ from tests.programs import (
 # --- exact -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "tied"), [(16, True), (512, True), (513, False)])
+@pytest.mark.parametrize(("rows", "tied"), [(16, True), (768, True), (769, False)])
 def test_a_gradient_that_reads_what_is_made_again_is_not_left_for_later(
     rows: int, tied: bool
 ) -> None:
@@ -66,10 +66,7 @@ def test_a_gradient_that_reads_what_is_made_again_is_not_left_for_later(
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["concatenate", "add"])
-def test_without_an_order_only_gradients_that_read_what_is_put_together_are_tied(
-    joined: bool,
-) -> None:
-    """What is added up is made by a kernel that others need, too; what is put together by one of its own."""
+def test_without_an_order_gradients_are_tied_too(joined: bool) -> None:
     width = 256
 
     def loss(weights: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
@@ -86,7 +83,7 @@ def test_without_an_order_only_gradients_that_read_what_is_put_together_are_tied
     barriers = [set(s.values) for s in plan.schedule.steps if s.action == "barrier"]
     assert len(barriers) > 2
     gradients = set(plan.graph.gradients)
-    assert any(gradients & values for values in barriers) == joined
+    assert any(gradients & values for values in barriers)
 
 
 def test_what_is_repeated_twice_is_two_values() -> None:

@@ -55,7 +55,7 @@ def _rewritten(fun: Callable[..., Any], *args: Any) -> tuple[Joint, Joint, Menu]
 
 def _kept(joint: Joint) -> int:
     graph = joint.graph
-    saved = MinCut().decide(graph).saved - graph.alive_anyway
+    saved = MinCut(memory_weight=1.25).decide(graph).saved - graph.alive_anyway
     return sum(stored_bytes(graph.values[v]) for v in saved)
 
 
