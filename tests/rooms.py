@@ -40,6 +40,7 @@ ROOMS: tuple[str, ...] = (
     "frameworks",
     "api",
     "fitting",
+    "dtr",
     "tools",
     "doors",
 )

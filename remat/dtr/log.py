@@ -1,0 +1,355 @@
+"""Logs of programs: the instructions of simrd, and what they say of tensors, storages and operators.
+
+Kirisame et al., "Dynamic tensor rematerialization" (2020), section 4.6. A log is a file of one JSON object per
+line, as the public logs have it; `load_log` reads it strictly. What comes of it is a `Log`: operators and
+references in the order of the program, over tensors that are numbered. Names are resolved here, so that a
+simulation works on integers only. Plain data, no jax.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remat.core.errors import RematError
+
+__all__ = ["Call", "Event", "Log", "LogError", "Release", "Share", "load_log", "read_log"]
+
+_MOST_LINE_CHARACTERS = 1 << 20
+_MOST_BYTES = 1 << 62
+_KEYS: Mapping[str, frozenset[str]] = {
+    "CONSTANT": frozenset({"NAME"}),
+    "MEMORY": frozenset({"NAME", "MEMORY"}),
+    "ALIAS": frozenset({"NAME", "ALIAS"}),
+    "CALL": frozenset({"NAME", "ARGS", "RESULT", "TIME"}),
+    "MUTATE": frozenset({"NAME", "ARGS", "MUTATE", "TIME"}),
+    "COPY": frozenset({"DST", "SRC"}),
+    "COPY_FROM": frozenset({"DST", "SRC"}),
+    "RELEASE": frozenset({"NAME"}),
+    "ANNOTATE": frozenset({"ANNOTATION"}),
+}
+
+
+class LogError(RematError, ValueError):
+    """A log says what no program does; the message has the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator runs for the first time.
+
+    Attributes:
+        name: of the operator; `constant` for what cannot be made again.
+        inputs: tensors, in the order of the operator's arguments.
+        outputs: tensors, numbered in the order of the log; each has one reference.
+        sizes_bytes: of every output's own storage, 0 for an alias.
+        aliases: of every output the tensor whose storage it views, -1 for one with a storage of its own.
+        cost: nanoseconds, or whatever unit the log counts in.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
+    aliases: tuple[int, ...]
+    cost: int
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it stands for a weight or an input, which cannot be made again."""
+        return self.name == "constant" and not self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A tensor is referred to once more."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A tensor is referred to once less."""
+
+    tensor: int
+
+
+Event = Call | Share | Release
+
+
+@dataclass(frozen=True)
+class Log:
+    """A program as a simulation replays it.
+
+    Attributes:
+        events: in the order of the program.
+        num_tensors: tensors are numbered from 0.
+    """
+
+    events: tuple[Event, ...]
+    num_tensors: int
+
+    @property
+    def calls(self) -> Iterator[Call]:
+        """The operators in order, constants included."""
+        return (event for event in self.events if isinstance(event, Call))
+
+    @property
+    def cost(self) -> int:
+        """What all operators take that run once."""
+        return sum(call.cost for call in self.calls)
+
+
+def load_log(path: str | Path) -> Log:
+    """Reads a log of JSON lines, also one that gzip packed.
+
+    Instructions before an annotation `START` are skipped, if there is one.
+
+    Raises:
+        LogError: a line is not an instruction, or says what no program does: an unknown name, a negative size, an
+            operator that makes what is there.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", errors="strict") as file:
+        try:
+            return read_log(_lines(file, path.name), source=path.name)
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise LogError(f"{path.name}: not a text of JSON lines: {error}") from error
+
+
+def read_log(lines: Iterable[str], *, source: str = "log") -> Log:
+    """Reads a log; the arguments and errors are those of `load_log`."""
+    reader = _Reader(source)
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            reader.read(number, line)
+    return reader.finish()
+
+
+def _lines(file: Any, source: str) -> Iterator[str]:
+    number = 0
+    while line := file.readline(_MOST_LINE_CHARACTERS + 1):
+        number += 1
+        if len(line) > _MOST_LINE_CHARACTERS:
+            raise LogError(
+                f"{source}, line {number}: longer than {_MOST_LINE_CHARACTERS:,} characters; an instruction "
+                "has a few hundred"
+            )
+        yield line
+
+
+@dataclass
+class _Pending:
+    """An operator whose outputs are being described."""
+
+    line: int
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[str, ...]
+    cost: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    aliases: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def needs_alias(self) -> bool:
+        return self.name != "constant"
+
+
+class _Reader:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.line = 0
+        self.events: list[Event] = []
+        self.tensors: dict[str, int] = {}  # by name, while it is referred to
+        self.size_of: list[int] = []  # of the storage that a tensor views
+        self.pending: _Pending | None = None
+        self.started = False
+
+    def read(self, number: int, text: str) -> None:
+        self.line = number
+        try:
+            entry = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"not JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise self.error(f"expected an object with INSTRUCTION, got {text.strip()[:60]}")
+        kind = entry.pop("INSTRUCTION", None)
+        kind = "COPY_FROM" if kind == "COPYFROM" else kind
+        if not isinstance(kind, str) or kind not in _KEYS:
+            raise self.error(f"unknown instruction {kind!r}; expected one of {sorted(_KEYS)}")
+        if set(entry) != _KEYS[kind]:
+            raise self.error(f"{kind} has {sorted(entry)}; expected {sorted(_KEYS[kind])}")
+        if kind == "ANNOTATE":
+            if entry["ANNOTATION"] == "START" and not self.started:
+                self._close()
+                self._restart()
+            return
+        if kind not in ("MEMORY", "ALIAS"):
+            self._close()
+        getattr(self, f"_{kind.lower()}")(entry)
+
+    def finish(self) -> Log:
+        self._close()
+        return Log(tuple(self.events), len(self.size_of))
+
+    def error(self, text: str) -> LogError:
+        return LogError(f"{self.source}, line {self.line}: {text}")
+
+    def _restart(self) -> None:
+        source, line = self.source, self.line
+        self.__init__(source)
+        self.line, self.started = line, True
+
+    def _constant(self, entry: dict[str, Any]) -> None:
+        self.pending = _Pending(self.line, "constant", (), (self._new(entry["NAME"]),), 0)
+
+    def _call(self, entry: dict[str, Any]) -> None:
+        results = self._names(entry["RESULT"], "RESULT")
+        if len(set(results)) != len(results):
+            raise self.error(f"CALL makes a tensor twice: {results}")
+        self.pending = _Pending(
+            self.line,
+            self._text(entry["NAME"], "NAME"),
+            self._all_known(entry["ARGS"]),
+            tuple(self._new(name) for name in results),
+            self._number(entry["TIME"], "TIME"),
+        )
+
+    def _memory(self, entry: dict[str, Any]) -> None:
+        pending, name = self._described(entry["NAME"], "MEMORY")
+        if name in pending.sizes:
+            raise self.error(f"MEMORY of {name!r} is said twice")
+        pending.sizes[name] = self._number(entry["MEMORY"], "MEMORY")
+
+    def _alias(self, entry: dict[str, Any]) -> None:
+        pending, name = self._described(entry["NAME"], "ALIAS")
+        if name in pending.aliases:
+            raise self.error(f"ALIAS of {name!r} is said twice")
+        of = self._text(entry["ALIAS"], "ALIAS")
+        if of == "-1":
+            pending.aliases[name] = -1
+            return
+        if not pending.needs_alias:
+            raise self.error(f"constant {name!r} cannot be an alias")
+        if not of.isdecimal():
+            pending.aliases[name] = self._known(of)
+        elif len(of) < 10 and int(of) < len(
+            pending.inputs
+        ):  # public logs name the argument by its place
+            pending.aliases[name] = pending.inputs[int(of)]
+        else:
+            raise self.error(
+                f"ALIAS is {of!r}, and the operator has {len(pending.inputs)} arguments"
+            )
+
+    def _mutate(self, entry: dict[str, Any]) -> None:
+        """A pure operator that makes new tensors, to which the names of what it changes then refer."""
+        names = self._names(entry["ARGS"], "ARGS")
+        places = entry["MUTATE"]
+        inside = isinstance(places, list) and all(
+            type(place) is int and 0 <= place < len(names) for place in places
+        )
+        if not inside or len(set(places)) != len(places):
+            raise self.error(
+                f"MUTATE is {places!r}; expected different places in ARGS, of 0 to {len(names) - 1}"
+            )
+        inputs = self._all_known(names)
+        changed = [names[place] for place in places]
+        if len(set(changed)) != len(changed):
+            raise self.error(f"MUTATE changes a tensor twice: {changed}")
+        sizes = tuple(self.size_of[self.tensors[name]] for name in changed)
+        name, cost = self._text(entry["NAME"], "NAME"), self._number(entry["TIME"], "TIME")
+        outputs = tuple(self._number_of_new(size) for size in sizes)
+        self.events.append(Call(name, inputs, outputs, sizes, (-1,) * len(outputs), cost))
+        for changed_name, output in zip(changed, outputs, strict=True):
+            self.events.append(Release(self.tensors[changed_name]))
+            self.tensors[changed_name] = output
+
+    def _copy(self, entry: dict[str, Any]) -> None:
+        source = self._known(entry["SRC"])
+        self.tensors[self._new(entry["DST"])] = source
+        self.events.append(Share(source))
+
+    def _copy_from(self, entry: dict[str, Any]) -> None:
+        source, name = self._known(entry["SRC"]), self._text(entry["DST"], "DST")
+        before = self._known(name)
+        self.events += [Share(source), Release(before)]
+        self.tensors[name] = source
+
+    def _release(self, entry: dict[str, Any]) -> None:
+        self.events.append(Release(self._known(entry["NAME"])))
+        del self.tensors[entry["NAME"]]
+
+    def _close(self) -> None:
+        """Makes an event of the operator whose outputs are now known."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        for name in pending.outputs:
+            if name not in pending.sizes or (pending.needs_alias and name not in pending.aliases):
+                self.line = pending.line
+                wanted = "MEMORY and ALIAS" if pending.needs_alias else "MEMORY"
+                raise self.error(f"{name!r} is made here, but {wanted} of it is missing")
+        aliases = tuple(pending.aliases.get(name, -1) for name in pending.outputs)
+        sizes = tuple(
+            pending.sizes[name] if alias < 0 else 0
+            for name, alias in zip(pending.outputs, aliases, strict=True)
+        )
+        outputs: list[int] = []
+        for name, size, alias in zip(pending.outputs, sizes, aliases, strict=True):
+            viewed = size if alias < 0 else self.size_of[alias]
+            outputs.append(self._number_of_new(viewed))
+            self.tensors[name] = outputs[-1]
+        self.events.append(
+            Call(pending.name, pending.inputs, tuple(outputs), sizes, aliases, pending.cost)
+        )
+
+    def _number_of_new(self, viewed_bytes: int) -> int:
+        self.size_of.append(viewed_bytes)
+        return len(self.size_of) - 1
+
+    def _described(self, name: Any, what: str) -> tuple[_Pending, str]:
+        name = self._text(name, "NAME")
+        if self.pending is None or name not in self.pending.outputs:
+            raise self.error(f"{what} of {name!r}, which the operator before does not make")
+        return self.pending, name
+
+    def _text(self, value: Any, what: str) -> str:
+        if not isinstance(value, str):
+            raise self.error(f"{what} is {value!r}; expected a string")
+        return value
+
+    def _names(self, value: Any, what: str) -> list[str]:
+        if not isinstance(value, list):
+            raise self.error(f"{what} is {value!r}; expected a list of names")
+        return [self._text(name, what) for name in value]
+
+    def _number(self, value: Any, what: str) -> int:
+        text = str(value) if type(value) is int else value
+        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20):
+            raise self.error(f"{what} is {value!r}; expected an integer of at least 0")
+        number = int(text)
+        if number > _MOST_BYTES:
+            raise self.error(f"{what} is {value!r}; expected at most {_MOST_BYTES:,}")
+        return number
+
+    def _known(self, name: Any) -> int:
+        name = self._text(name, "a name")
+        if name not in self.tensors:
+            raise self.error(f"{name!r} is not there: it was never made, or is released")
+        return self.tensors[name]
+
+    def _all_known(self, names: Any) -> tuple[int, ...]:
+        return tuple(self._known(name) for name in self._names(names, "ARGS"))
+
+    def _new(self, name: Any) -> str:
+        name = self._text(name, "NAME")
+        if name in self.tensors:
+            raise self.error(f"{name!r} is there already")
+        return name
