@@ -271,7 +271,10 @@ class _Backward:
         return {value for value in there & set(self.graph.gradients) if self._frees(value)}
 
     def _frees(self, gradient: int) -> bool:
-        """Whether a gradient is made from at least as many bytes of temporaries as it takes."""
+        """Whether a compute-bound operator makes a gradient from at least as many bytes of temporaries as it takes.
+
+        What is computed element by element, or summed up, XLA makes in kernels that others need.
+        """
         values, sources = self.graph.values, self.graph.sources
         made = gradient
         while (op := self._producer(made)).kind == "VIEW" or op.name == "convert_element_type":
@@ -279,7 +282,7 @@ class _Backward:
                 break
             made = op.inputs[0]
         read = sum(values[v].nbytes for v in {*op.inputs} - sources)
-        return read >= values[gradient].nbytes
+        return op.heavy and read >= values[gradient].nbytes
 
     def _producer(self, value: int) -> Op:
         producer = self.graph.values[value].producer
