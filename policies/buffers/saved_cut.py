@@ -15,25 +15,23 @@ from remat.core.cost import hlo_type
 from remat.core.devices import get_device
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
+from remat.memory.tables import CONVOLUTION
 from remat.plans.record import Certificate
 from remat.policies.base import Decision
 from remat.policies.solvers.flow import INFINITE, Cut, minimum_cut
 
-__all__ = ["CutRules", "saved_cut", "saved_cuts"]
+__all__ = ["MOST_WEIGHT", "CutRules", "saved_cut", "saved_cuts"]
 
 # memory_weight is rounded to 1/64 so that capacities stay integers: the weight is off by less than a per cent.
 _SCALE = 64
 # Weights between which one is looked for where none is given. The least is by look: keeping a byte counts a
 # little more than writing it, so that of ways to cut that move as much the one that keeps less is taken. The most
 # stands for "memory alone": a thousand passes over memory for one byte.
-LEAST_WEIGHT = Fraction(5, 4)
-MOST_WEIGHT = Fraction(1024)
+_LEAST_WEIGHT = 1.25
+MOST_WEIGHT = 1024
 # Bytes up to which random results are drawn again: keys and counters are smaller, masks larger. By look; what is
 # drawn again is at most this much work, what is kept at most these bytes.
 _FEW_RANDOM_BYTES = 1024
-
-
-_CONVOLUTION = "conv_general_dilated"
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,10 @@ def _least_weight(network: _CutNetwork) -> _Solved:
     At most one flow per corner of the curve, in practice about five.
     """
     enough = network.banned_bytes
-    more = network.solve(int(LEAST_WEIGHT * _SCALE))
+    more = network.solve(_scaled(_LEAST_WEIGHT))
     if enough is None or more.kept_bytes <= enough:
         return more
-    less = network.solve(int(MOST_WEIGHT * _SCALE))
+    less = network.solve(_scaled(MOST_WEIGHT))
     while less.kept_bytes <= enough < more.kept_bytes:
         # Rounded up: at the weight of the chord itself both ends are minimum cuts.
         weight = 1 - (more.traffic - less.traffic) // (more.kept_bytes - less.kept_bytes)
@@ -187,12 +185,8 @@ def _build(graph: Graph, rules: CutRules) -> _CutNetwork:
             network.save(vertex, value, capacity)
     for value in graph.backward_reads:
         network.edge(network.vertex("value", value), network.sink, INFINITE)
-    heavy_bytes = {True: 0, False: 0}  # by whether it is of convolutions
-    for op in banned:
-        if op.heavy:
-            made = sum(graph.values[v].nbytes for v in op.outputs)
-            heavy_bytes[op.name == _CONVOLUTION] += made
-    if heavy_bytes[False] > heavy_bytes[True]:
+    heavy = [(op, graph.values[v].nbytes) for op in banned if op.heavy for v in op.outputs]
+    if sum(-nbytes if op.name == CONVOLUTION else nbytes for op, nbytes in heavy) > 0:
         network.banned_bytes = sum(capacity.memory(v) for op in banned for v in op.outputs)
     return network
 

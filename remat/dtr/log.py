@@ -188,7 +188,7 @@ class _Reader:
         if kind == "ANNOTATE":
             if entry["ANNOTATION"] == "START" and not self.started:
                 self._close()
-                self._restart()
+                self.events, self.tensors, self.size_of, self.started = [], {}, [], True
             return
         if kind not in ("MEMORY", "ALIAS"):
             self._close()
@@ -200,11 +200,6 @@ class _Reader:
 
     def error(self, text: str) -> LogError:
         return LogError(f"{self.source}, line {self.line}: {text}")
-
-    def _restart(self) -> None:
-        source, line = self.source, self.line
-        self.__init__(source)
-        self.line, self.started = line, True
 
     def _constant(self, entry: dict[str, Any]) -> None:
         self.pending = _Pending(self.line, "constant", (), (self._new(entry["NAME"]),), 0)

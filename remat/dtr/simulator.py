@@ -199,19 +199,14 @@ class _Simulator:
         op = len(self.ops)
         self.ops.append(call)
         self.has_run.append(False)
+        inputs = {self.storage_of[t] for t in call.inputs}
         for tensor, size, alias in zip(call.outputs, call.sizes_bytes, call.aliases, strict=True):
             storage = tensor if alias < 0 else self.storage_of[alias]
             self.storage_of[tensor], self.op_of[tensor] = storage, op
             self.tensors[storage].append(tensor)
             self.refs[storage] += 1
-            if alias < 0:
-                self.size[storage] = size
-        inputs = {self.storage_of[t] for t in call.inputs}
-        for tensor, alias in zip(call.outputs, call.aliases, strict=True):
-            storage = self.storage_of[tensor]
-            self.heuristic.made(
-                storage, self.size[storage] if alias < 0 else 0, call.cost, inputs - {storage}
-            )
+            self.size[storage] += size  # an alias has none
+            self.heuristic.made(storage, size, call.cost, inputs - {storage})
         self._compute(op)
         if call.is_constant:
             for tensor in call.outputs:
@@ -232,7 +227,7 @@ class _Simulator:
         live: dict[int, int] = {}
         for event in self.log.events:
             if isinstance(event, Call):
-                live.update((t, live.get(t, 0) + 1) for t in event.outputs)
+                live.update(dict.fromkeys(event.outputs, 1))
             else:
                 live[event.tensor] += 1 if isinstance(event, Share) else -1
         for tensor in sorted(t for t, refs in live.items() if refs > 0):

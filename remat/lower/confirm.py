@@ -110,9 +110,8 @@ def _compiled(staged: Staged, room: Room, device: str | None, limit_bytes: int |
     if any(map(compat.is_tracer, program.constants.values())):
         raise CompileError("the function closes over values of a transformation around it")
     count = staged.joint.num_inputs
-    scalar = [program.avals[v] for v in program.inputs[count:]]
-    is_loss = len(scalar) == 1 and scalar[0].shape == () and room.barriers
     shapes = [_shape(program, v) for v in program.inputs]
+    is_loss = room.barriers and [x.shape for x in shapes[count:]] == [()]
 
     def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         results, kept = staged.forward(inputs)
@@ -139,7 +138,7 @@ def _compiled(staged: Staged, room: Room, device: str | None, limit_bytes: int |
     run = by_policy if room.name_values else step
 
     def of_loss(inputs: Sequence[Any]) -> Any:
-        return run(inputs, [jnp.ones((), scalar[0].dtype)])
+        return run(inputs, [jnp.ones((), shapes[-1].dtype)])
 
     def gradients(inputs: Sequence[Any]) -> Any:
         return of_loss(inputs)[1]

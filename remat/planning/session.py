@@ -166,9 +166,11 @@ class BudgetSession(SteadyPlanner):
         }
         if planned:
             return planned
-        near = {chosen: within.nearest() for chosen, within in asked.items() if self.nearest}
-        if any(plan is not None for plan in near.values()):
-            return {chosen: plan for chosen, plan in near.items() if plan is not None}
+        if self.nearest:
+            near = {chosen: within.nearest() for chosen, within in asked.items()}
+            planned = {chosen: plan for chosen, plan in near.items() if plan is not None}
+            if planned:
+                return planned
         refusals: list[BudgetError] = []
         for within in asked.values():
             within.limit = self.time  # its part of the time is used

@@ -24,6 +24,7 @@ from remat.plans.stages import (
     Stages,
     accumulations,
     closure,
+    maker,
 )
 from remat.plans.steps import Schedule, Step
 
@@ -275,19 +276,11 @@ class _Backward:
 
         What is computed element by element, or summed up, XLA makes in kernels that others need.
         """
-        values, sources = self.graph.values, self.graph.sources
-        made = gradient
-        while (op := self._producer(made)).kind == "VIEW" or op.name == "convert_element_type":
-            if values[op.inputs[0]].producer is None:
-                break
-            made = op.inputs[0]
-        read = sum(values[v].nbytes for v in {*op.inputs} - sources)
-        return op.heavy and read >= values[gradient].nbytes
-
-    def _producer(self, value: int) -> Op:
-        producer = self.graph.values[value].producer
-        assert producer is not None, value
-        return self.graph.ops[producer]
+        values, op = self.graph.values, maker(self.graph, gradient)
+        if op is None or not op.heavy:
+            return False
+        read = sum(values[v].nbytes for v in {*op.inputs} - self.graph.sources)
+        return read >= values[gradient].nbytes
 
 
 def _with_sums_tied(graph: Graph, backward: list[Step]) -> list[Step]:

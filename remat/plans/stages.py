@@ -26,6 +26,7 @@ __all__ = [
     "accumulations",
     "closure",
     "long_sums",
+    "maker",
     "stage_points",
 ]
 
@@ -315,13 +316,19 @@ def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
 
 def _is_buffer(graph: Graph, value: int) -> bool:
     """Whether a value is written to memory, or is a view or a cast of one that is."""
+    op = maker(graph, value)
+    return op is None or (op.phase == "backward" and not op.fusible)
+
+
+def maker(graph: Graph, value: int) -> Op | None:
+    """Returns the operator that makes what a value is a view or a cast of, None for an argument."""
     producer = graph.values[value].producer
     while producer is not None:
         op = graph.ops[producer]
         if op.kind != "VIEW" and op.name != "convert_element_type":
-            return op.phase == "backward" and not op.fusible
+            return op
         producer = graph.values[op.inputs[0]].producer
-    return True
+    return None
 
 
 class _Alive:

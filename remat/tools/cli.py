@@ -232,12 +232,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _plan(options: argparse.Namespace) -> int:
     from remat import api
+    from remat.checkpointing import UNSET, chosen_policy
     from remat.plans import report
     from remat.tools import plot
 
     if options.plot is not None:
         plot.check_path(options.plot)
-    name = options.policy or ("min_cut" if options.budget is None else "auto")
+    name = chosen_policy(None, options.policy or UNSET, options.budget)
     policy = _configured(name, options.option)
     function, args = load_target(options.target)
     with _Progress() as progress:
