@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from remat import dtr as dtr
     from remat import equinox as equinox
     from remat import linen as linen
     from remat import nnx as nnx
@@ -75,6 +76,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = (
     "compile",
     "cost",
+    "dtr",
     "encode",
     "equinox",
     "forms",

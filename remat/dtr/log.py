@@ -43,12 +43,13 @@ class Call:
     """An operator runs for the first time.
 
     Attributes:
-        name: of the operator; `constant` for what cannot be made again.
+        name: of the operator, `constant` for a constant.
         inputs: tensors, in the order of the operator's arguments.
         outputs: tensors, numbered in the order of the log; each has one reference.
         sizes_bytes: of every output's own storage, 0 for an alias.
         aliases: of every output the tensor whose storage it views, -1 for one with a storage of its own.
         cost: nanoseconds, or whatever unit the log counts in.
+        is_constant: it stands for a weight or an input, which cannot be made again: one output, no inputs, no cost.
     """
 
     name: str
@@ -57,11 +58,7 @@ class Call:
     sizes_bytes: tuple[int, ...]
     aliases: tuple[int, ...]
     cost: int
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it stands for a weight or an input, which cannot be made again."""
-        return self.name == "constant" and not self.inputs
+    is_constant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +84,14 @@ class Log:
 
     Attributes:
         events: in the order of the program.
-        num_tensors: tensors are numbered from 0.
+        num_tensors: tensors are numbered from 0, in the order in which they are made.
+        backward: index of the event at which the backward phase begins, by the first annotation `BACKWARD`; None
+            without one.
     """
 
     events: tuple[Event, ...]
     num_tensors: int
+    backward: int | None = None
 
     @property
     def calls(self) -> Iterator[Call]:
@@ -153,12 +153,9 @@ class _Pending:
     inputs: tuple[int, ...]
     outputs: tuple[str, ...]
     cost: int
+    is_constant: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     aliases: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def needs_alias(self) -> bool:
-        return self.name != "constant"
 
 
 class _Reader:
@@ -170,6 +167,7 @@ class _Reader:
         self.size_of: list[int] = []  # of the storage that a tensor views
         self.pending: _Pending | None = None
         self.started = False
+        self.backward: int | None = None
 
     def read(self, number: int, text: str) -> None:
         self.line = number
@@ -186,9 +184,7 @@ class _Reader:
         if set(entry) != _KEYS[kind]:
             raise self.error(f"{kind} has {sorted(entry)}; expected {sorted(_KEYS[kind])}")
         if kind == "ANNOTATE":
-            if entry["ANNOTATION"] == "START" and not self.started:
-                self._close()
-                self.events, self.tensors, self.size_of, self.started = [], {}, [], True
+            self._annotate(entry["ANNOTATION"])
             return
         if kind not in ("MEMORY", "ALIAS"):
             self._close()
@@ -196,13 +192,23 @@ class _Reader:
 
     def finish(self) -> Log:
         self._close()
-        return Log(tuple(self.events), len(self.size_of))
+        return Log(tuple(self.events), len(self.size_of), self.backward)
 
     def error(self, text: str) -> LogError:
         return LogError(f"{self.source}, line {self.line}: {text}")
 
+    def _annotate(self, annotation: Any) -> None:
+        if annotation == "START" and not self.started:
+            self._close()
+            self.events, self.tensors, self.size_of, self.started = [], {}, [], True
+            self.backward = None
+        elif annotation == "BACKWARD" and self.backward is None:
+            self._close()
+            self.backward = len(self.events)
+
     def _constant(self, entry: dict[str, Any]) -> None:
-        self.pending = _Pending(self.line, "constant", (), (self._new(entry["NAME"]),), 0)
+        outputs = (self._new(entry["NAME"]),)
+        self.pending = _Pending(self.line, "constant", (), outputs, 0, is_constant=True)
 
     def _call(self, entry: dict[str, Any]) -> None:
         results = self._names(entry["RESULT"], "RESULT")
@@ -230,7 +236,7 @@ class _Reader:
         if of == "-1":
             pending.aliases[name] = -1
             return
-        if not pending.needs_alias:
+        if pending.is_constant:
             raise self.error(f"constant {name!r} cannot be an alias")
         if not of.isdecimal():
             pending.aliases[name] = self._known(of)
@@ -287,9 +293,9 @@ class _Reader:
         if pending is None:
             return
         for name in pending.outputs:
-            if name not in pending.sizes or (pending.needs_alias and name not in pending.aliases):
+            if name not in pending.sizes or not (pending.is_constant or name in pending.aliases):
                 self.line = pending.line
-                wanted = "MEMORY and ALIAS" if pending.needs_alias else "MEMORY"
+                wanted = "MEMORY" if pending.is_constant else "MEMORY and ALIAS"
                 raise self.error(f"{name!r} is made here, but {wanted} of it is missing")
         aliases = tuple(pending.aliases.get(name, -1) for name in pending.outputs)
         sizes = tuple(
@@ -302,7 +308,15 @@ class _Reader:
             outputs.append(self._number_of_new(viewed))
             self.tensors[name] = outputs[-1]
         self.events.append(
-            Call(pending.name, pending.inputs, tuple(outputs), sizes, aliases, pending.cost)
+            Call(
+                pending.name,
+                pending.inputs,
+                tuple(outputs),
+                sizes,
+                aliases,
+                pending.cost,
+                pending.is_constant,
+            )
         )
 
     def _number_of_new(self, viewed_bytes: int) -> int:
