@@ -41,7 +41,10 @@ ROOMS: tuple[str, ...] = (
     "api",
     "fitting",
     "dtr",
+    "tools.terminal",
     "tools",
+    "tools.commands",
+    "tools.cli",
     "doors",
 )
 FRAMEWORKS = ("equinox", "linen", "nnx")

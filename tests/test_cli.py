@@ -19,9 +19,10 @@ import remat.tools.compare as compare_module
 from models import cases
 from remat import api
 from remat.plans.plan import Plan
-from remat.tools import cli
 from remat.tools.cli import main
 from remat.tools.compare import DEFAULT_POLICIES, Row, compare, compare_table, iter_compare
+from remat.tools.terminal import progress as progress_module
+from remat.tools.terminal.progress import Progress
 
 TINY = "models.cases:residual_mlp_small"
 ROOT = Path(__file__).parent.parent
@@ -330,7 +331,7 @@ def test_fit_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_fit_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_SHOW_AFTER_SECONDS", 3600.0)
+    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 3600.0)
     argv = ["fit", TINY, "--device", "cpu", "--policy", "min_cut"]
     assert "does not fit into 1,000 bytes" in failed(capsys, *argv, "--memory", "1kB")
     assert "is not a size" in failed(capsys, *argv, "--memory", "lots")
@@ -396,8 +397,8 @@ def test_all_failed_exits_with_one(capsys: pytest.CaptureFixture[str], user_fold
 def test_progress_appears_only_when_something_takes_long(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_SHOW_AFTER_SECONDS", 3600.0)
-    with cli._Progress() as progress:
+    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 3600.0)
+    with Progress() as progress:
         progress("none: compiling")
     assert capsys.readouterr().err == ""
 
@@ -405,8 +406,8 @@ def test_progress_appears_only_when_something_takes_long(
 def test_progress_of_a_long_stage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_SHOW_AFTER_SECONDS", 0.01)
-    with cli._Progress() as progress:
+    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 0.01)
+    with Progress() as progress:
         progress("none: compiling")
         while not progress.shown:
             pass

@@ -1,0 +1,1 @@
+"""What all commands share: flags, progress, and how results come out."""
