@@ -24,6 +24,7 @@ from remat.policies.registry import register_policy as register_policy
 if TYPE_CHECKING:
     from remat.policies.auto import Auto as Auto
     from remat.policies.checkmate import Checkmate as Checkmate
+    from remat.policies.dtr import Dtr as Dtr
     from remat.policies.echo import Echo as Echo
     from remat.policies.full import Full as Full
     from remat.policies.gist import Gist as Gist

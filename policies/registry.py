@@ -45,6 +45,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "sublinear": BuiltIn("sublinear", "Sublinear"),
     "revolve": BuiltIn("revolve", "Revolve"),
     "echo": BuiltIn("echo", "Echo"),
+    "dtr": BuiltIn("dtr", "Dtr"),
     "checkmate": BuiltIn("checkmate", "Checkmate"),
     "ilp": BuiltIn("ilp", "Ilp"),
     "monet": BuiltIn("monet", "Monet"),

@@ -13,6 +13,7 @@ import pytest
 from remat.policies import (
     Auto,
     Checkmate,
+    Dtr,
     Echo,
     Full,
     Gist,
@@ -70,6 +71,8 @@ POLICY_TABLE: tuple[PolicyRow, ...] = (
     PolicyRow("sublinear-cheap", "sublinear", lambda: Sublinear("cheap"), label_free=False),
     PolicyRow("revolve", "revolve", Revolve, label_free=False),
     PolicyRow("echo", "echo", Echo, label_free=False),
+    PolicyRow("dtr", "dtr", Dtr, label_free=False),
+    PolicyRow("dtr-banish", "dtr", lambda: Dtr("lru", "banish"), label_free=False),
     PolicyRow("checkmate", "checkmate", Checkmate, label_free=False),
     PolicyRow("ilp", "ilp", Ilp, label_free=False),
     PolicyRow("monet", "monet", Monet, label_free=False),

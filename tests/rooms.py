@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A room imports from rooms above it only.
 ROOMS: tuple[str, ...] = (
     "core",
+    "dtr",
     "plans",
     "memory",
     "policies.base",
@@ -40,7 +41,6 @@ ROOMS: tuple[str, ...] = (
     "frameworks",
     "api",
     "fitting",
-    "dtr",
     "tools.terminal",
     "tools",
     "tools.commands",

@@ -49,7 +49,8 @@ class Call:
         sizes_bytes: of every output's own storage, 0 for an alias.
         aliases: of every output the tensor whose storage it views, -1 for one with a storage of its own.
         cost: nanoseconds, or whatever unit the log counts in.
-        is_constant: it stands for a weight or an input, which cannot be made again: one output, no inputs, no cost.
+        is_constant: what it makes cannot be made again. In a file that is a weight or an input: one output, no
+            inputs, no cost.
     """
 
     name: str
