@@ -129,6 +129,9 @@ def test_a_log_that_no_file_can_say() -> None:
         list(log_lines(Log((Call("f", (), (1,), (1,), (-1,), 1),), 2)))
     with pytest.raises(LogError, match="event 2 uses tensor 0, which nobody refers to"):
         list(log_lines(Log((one, Release(0), Share(0)), 1)))
+    view = Call("f", (), (1,), (0,), (0,), 1)
+    with pytest.raises(LogError, match="event 1 makes a view of tensor 0, which it does not read"):
+        list(log_lines(Log((one, view), 2)))
     with pytest.raises(LogError, match="makes 1 tensors; it says 5"):
         list(log_lines(Log((one,), 5)))
 

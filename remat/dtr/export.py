@@ -152,6 +152,9 @@ def log_lines(log: Log) -> Iterator[str]:
             names[event.tensor].pop()
     if log.backward == len(log.events):
         yield _line("ANNOTATE", ANNOTATION="BACKWARD")
+    if log.order is not None:
+        kept = [_name(names, tensor, len(log.events)) for tensor in log.order]
+        yield _line("ANNOTATE", ANNOTATION="OUTPUTS", NAMES=kept)
     if log.num_tensors != len(names):
         raise LogError(f"the log makes {len(names)} tensors; it says {log.num_tensors}")
 
@@ -166,10 +169,10 @@ def _call_lines(call: Call, names: list[list[str]], viewed: list[int], index: in
     for name, size, alias in zip(made, call.sizes_bytes, call.aliases, strict=True):
         viewed.append(size if alias < 0 else viewed[alias])
         yield _line("MEMORY", NAME=name, MEMORY=str(viewed[-1]))
-        if alias in call.inputs:
-            yield _line("ALIAS", NAME=name, ALIAS=str(call.inputs.index(alias)))
-        elif not call.is_constant:
-            of = "-1" if alias < 0 else _name(names, alias, index)
+        if alias >= 0 and alias not in call.inputs:
+            raise LogError(f"event {index} makes a view of tensor {alias}, which it does not read")
+        if not call.is_constant:
+            of = str(call.inputs.index(alias)) if alias >= 0 else "-1"
             yield _line("ALIAS", NAME=name, ALIAS=of)
     names += [[name] for name in made]
 

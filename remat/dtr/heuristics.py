@@ -7,21 +7,28 @@ and those that need it; `ancestors`: the former alone, as MSPS of Capuchin), by 
 (`eqclass`: union-find, with the splitting approximation), or not at all (`local`). Any of the three factors may be
 left out (the ablations of Figures 11 to 14).
 
-One eviction looks at every storage that may be evicted: O(pool) scores, each O(1) for `local` and the ablations
-without cost, O(neighbours) for `eqclass`, O(neighbourhood) for `full`, which remembers it until something near it
-changes.
+A score takes O(1) for `local` and the ablations without cost, O(neighbours) for `eqclass`, O(neighbourhood) for
+`full`, which remembers it until something near it changes. How many are computed is up to `remat.dtr.pool`, which
+asks for lower bounds, too: what is evicted later only adds to a cost, so that a cost once computed holds from below
+until something near is made again. Of that `full` gives notice to each storage that it walks to anyway. A component
+of `eqclass` knows who counted on it, and for how much; it promises a sixteenth less than it has, and gives notice
+when it has less than it promised.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from remat.core.errors import PolicyError, nearest
 
 __all__ = ["HEURISTICS", "Heuristic", "Scoring", "heuristic_named"]
+
+_BELOW = (
+    1 - 2.0**-40
+)  # keeps a bound below the score that it bounds, whichever way both are rounded
 
 Cost: TypeAlias = Literal["full", "ancestors", "eqclass", "local", "none"]
 
@@ -75,12 +82,17 @@ class Heuristic:
     Attributes:
         accesses: storages looked at, to score them or to keep metadata (Figure 6).
         dependencies, dependents: of every storage those it is made from, and those made from it.
+        notify: called with a storage whose score may have become less than a bound said.
+        is_bounded: whether bounds hold. The cost of a component falls below 0, and they do not, where a view was
+            made of a storage while that was evicted: its cost is more then than what the component got.
     """
 
     def __init__(self, scoring: Scoring, seed: int) -> None:
         self.scoring = scoring
         self.accesses = 0
         self._random = random.Random(seed)
+        self.notify: Callable[[int], None] = lambda storage: None
+        self.is_bounded = True
 
     def begin(self, count: int) -> None:
         """Starts over, for storages numbered below `count`."""
@@ -89,6 +101,7 @@ class Heuristic:
         self._size = [0] * count
         self._cost = [0] * count
         self._accessed = [0] * count
+        self._is_made = [False] * count
         self._is_evicted = [False] * count
         self._above: dict[int, frozenset[int]] = {}  # evicted storages needed to make a storage
         self._below: dict[int, frozenset[int]] = {}  # evicted storages that need it
@@ -100,11 +113,13 @@ class Heuristic:
         """A tensor of a storage has an operator: its own, with bytes, or one that makes a view."""
         self._size[storage] += nbytes
         self._cost[storage] += cost
-        for other in dependencies:
+        new = set(dependencies) - self.dependencies[storage]
+        is_first, self._is_made[storage] = not self._is_made[storage], True
+        for other in new:
             self.dependencies[storage].add(other)
             self.dependents[other].add(storage)
-            self._above.clear()
-            self._below.clear()
+        if new and not is_first:  # nothing has seen a new storage
+            self._changed(storage)
 
     def accessed(self, storage: int, clock: int) -> None:
         """An operator that is asked for reads a storage, or has made it."""
@@ -125,9 +140,14 @@ class Heuristic:
         if not self._is_evicted[storage]:
             return
         self._is_evicted[storage] = False
-        self._changed(storage)
+        for other in self._changed(storage):
+            self.notify(other)
         if self.scoring.cost == "eqclass":
-            self._component.pop(storage).find().cost -= self._cost[storage]
+            component = self._component.pop(storage).find()
+            component.cost -= self._cost[storage]
+            self.is_bounded &= component.cost >= 0
+            for other in component.disappointed():
+                self.notify(other)
 
     def removed(self, storage: int) -> None:
         """A storage is gone for good."""
@@ -144,28 +164,58 @@ class Heuristic:
         """Returns the storage to evict: of the least score the last; a score of 0 is taken at once."""
         best, least = None, float("inf")
         for storage in pool:
-            self.accesses += 1
             score = self.score(storage, clock)
             if score <= least:
                 best, least = storage, score
-                if score == 0:
-                    break
+            if score == 0:
+                break
         return best
+
+    @property
+    def has_staleness(self) -> bool:
+        """Whether scores fall with time."""
+        return self.scoring.staleness and not self.scoring.is_random
+
+    def last_access(self, storage: int) -> int:
+        """When an operator asked for a storage."""
+        return self._accessed[storage]
 
     def score(self, storage: int, clock: int) -> float:
         """Returns what evicting a storage costs."""
-        scoring = self.scoring
-        if scoring.is_random:
+        self.accesses += 1
+        if self.scoring.is_random:
             return self._random.random()
-        below = 1.0
-        if scoring.size:
-            below *= self._size[storage]
-        if scoring.staleness:
-            below *= clock - self._accessed[storage]
-        above = self._whole_cost(storage)
-        if below == 0:
+        return self._score(storage, self._whole_cost(storage), clock)
+
+    def evaluate(self, storage: int, clock: int) -> tuple[float, float]:
+        """Returns the score, and a lower bound on the score times the staleness, which holds until a notice."""
+        self.accesses += 1
+        if self.scoring.cost == "eqclass":
+            near = self._components_around(storage)
+            own = self._cost[storage]
+            cost = own + sum(component.cost for component in near)
+            least = own + sum(component.promise(storage) for component in near)
+        else:
+            cost = least = self._whole_cost(storage)
+        return self._score(storage, cost, clock), self._bound(storage, least)
+
+    def bound(self, storage: int) -> float:
+        """Returns a lower bound on the score times the staleness, which holds for ever."""
+        return self._bound(storage, 1 if self.scoring.cost == "none" else self._cost[storage])
+
+    def _bound(self, storage: int, cost: int) -> float:
+        size = 1.0 * self._size[storage] if self.scoring.size else 1.0
+        if not size:
             return float("inf")
-        return above / below
+        return cost / size * _BELOW if self.has_staleness else cost / size
+
+    def _score(self, storage: int, cost: int, clock: int) -> float:
+        below = 1.0
+        if self.scoring.size:
+            below *= self._size[storage]
+        if self.scoring.staleness:
+            below *= clock - self._accessed[storage]
+        return cost / below if below else float("inf")
 
     def _whole_cost(self, storage: int) -> int:
         kind = self.scoring.cost
@@ -175,14 +225,14 @@ class Heuristic:
         if kind == "local":
             return own
         if kind == "eqclass":
-            near = {
-                id(c): c for c in (self._component[o].find() for o in self._evicted_around(storage))
-            }
-            return own + sum(component.cost for component in near.values())
+            return own + sum(component.cost for component in self._components_around(storage))
         found = self._closure(storage, self._above, self.dependencies)
         if kind == "full":
             found |= self._closure(storage, self._below, self.dependents)
         return own + sum(self._cost[other] for other in found)
+
+    def _components_around(self, storage: int) -> set[_Component]:
+        return {self._component[other].find() for other in self._evicted_around(storage)}
 
     def _evicted_around(self, storage: int) -> list[int]:
         around = [*self.dependencies[storage], *self.dependents[storage]]
@@ -206,10 +256,11 @@ class Heuristic:
         known[storage] = frozenset(found)
         return known[storage]
 
-    def _changed(self, storage: int) -> None:
-        """Forgets the neighbourhoods that a storage is in: of what reaches it over evicted storages."""
+    def _changed(self, storage: int) -> set[int]:
+        """Forgets and returns the neighbourhoods with a storage in them: of all that reach it over evicted ones."""
+        found: set[int] = set()
         if self.scoring.cost not in ("full", "ancestors"):
-            return
+            return found
         for known, edges in ((self._above, self.dependents), (self._below, self.dependencies)):
             seen = {storage}
             todo = [storage]
@@ -223,15 +274,21 @@ class Heuristic:
                         known.pop(other, None)
                         if self._is_evicted[other]:
                             todo.append(other)
+            found |= seen
+        return found
 
 
 class _Component:
-    """A set of union-find with the sum of its costs; path halving, union by number."""
+    """A set of union-find with the sum of its costs; path halving, union by number.
 
-    __slots__ = ("cost", "number", "parent")
+    `promised` is what those who count on it, `watchers`, take it to cost at least.
+    """
+
+    __slots__ = ("cost", "number", "parent", "promised", "watchers")
 
     def __init__(self, cost: int) -> None:
-        self.cost, self.number = cost, 1
+        self.cost, self.number, self.promised = cost, 1, 0
+        self.watchers: set[int] = set()
         self.parent: _Component | None = None
 
     def find(self) -> _Component:
@@ -253,3 +310,22 @@ class _Component:
         two.parent = one
         one.number += two.number
         one.cost += two.cost
+        one.promised += two.promised
+        if len(one.watchers) < len(two.watchers):
+            one.watchers, two.watchers = two.watchers, one.watchers
+        one.watchers |= two.watchers
+        two.watchers = set()
+
+    def promise(self, watcher: int) -> int:
+        """Of a representative: what it costs at least until it gives notice to a watcher."""
+        self.promised = max(self.promised, self.cost - (self.cost >> 4))
+        if self.promised:
+            self.watchers.add(watcher)
+        return self.promised
+
+    def disappointed(self) -> set[int]:
+        """Of a representative: the watchers that were promised more than it costs; it forgets them."""
+        if self.cost >= self.promised:
+            return set()
+        watchers, self.watchers, self.promised = self.watchers, set(), 0
+        return watchers

@@ -32,6 +32,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "RELEASE": frozenset({"NAME"}),
     "ANNOTATE": frozenset({"ANNOTATION"}),
 }
+_OUTPUTS = frozenset({"ANNOTATION", "NAMES"})  # an annotation of our own, for `Log.order`
 
 
 class LogError(RematError, ValueError):
@@ -88,11 +89,27 @@ class Log:
         num_tensors: tensors are numbered from 0, in the order in which they are made.
         backward: index of the event at which the backward phase begins, by the first annotation `BACKWARD`; None
             without one.
+        order: of what is still referred to at the end, the tensors in the order of their names, in which they are
+            made if they are not there; None if that is the order of their numbers.
     """
 
     events: tuple[Event, ...]
     num_tensors: int
     backward: int | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The tensors that are still referred to at the end; see `order`."""
+        if self.order is not None:
+            return self.order
+        refs: dict[int, int] = {}
+        for event in self.events:
+            if isinstance(event, Call):
+                refs.update(dict.fromkeys(event.outputs, 1))
+            else:
+                refs[event.tensor] += 1 if isinstance(event, Share) else -1
+        return tuple(sorted(tensor for tensor, count in refs.items() if count > 0))
 
     @property
     def calls(self) -> Iterator[Call]:
@@ -165,10 +182,13 @@ class _Reader:
         self.line = 0
         self.events: list[Event] = []
         self.tensors: dict[str, int] = {}  # by name, while it is referred to
+        self.ever: dict[str, int] = {}  # by name, what it last referred to
+        self.before: set[str] = set()  # names made before START
         self.size_of: list[int] = []  # of the storage that a tensor views
         self.pending: _Pending | None = None
         self.started = False
         self.backward: int | None = None
+        self.order: tuple[int, ...] | None = None
 
     def read(self, number: int, text: str) -> None:
         self.line = number
@@ -182,10 +202,10 @@ class _Reader:
         kind = "COPY_FROM" if kind == "COPYFROM" else kind
         if not isinstance(kind, str) or kind not in _KEYS:
             raise self.error(f"unknown instruction {kind!r}; expected one of {sorted(_KEYS)}")
-        if set(entry) != _KEYS[kind]:
+        if set(entry) != _KEYS[kind] and not (kind == "ANNOTATE" and set(entry) == _OUTPUTS):
             raise self.error(f"{kind} has {sorted(entry)}; expected {sorted(_KEYS[kind])}")
         if kind == "ANNOTATE":
-            self._annotate(entry["ANNOTATION"])
+            self._annotate(entry)
             return
         if kind not in ("MEMORY", "ALIAS"):
             self._close()
@@ -193,16 +213,33 @@ class _Reader:
 
     def finish(self) -> Log:
         self._close()
-        return Log(tuple(self.events), len(self.size_of), self.backward)
+        live = set(self.tensors.values())
+        order = self.order
+        if order is None:
+            order = tuple(dict.fromkeys(t for t in self.ever.values() if t in live))
+        if sorted(order) != sorted(live):
+            raise self.error("OUTPUTS names others than those that are referred to at the end")
+        is_plain = list(order) == sorted(order)
+        return Log(
+            tuple(self.events), len(self.size_of), self.backward, None if is_plain else order
+        )
+
+    def _bind(self, name: str, tensor: int) -> None:
+        self.tensors[name] = self.ever[name] = tensor
 
     def error(self, text: str) -> LogError:
         return LogError(f"{self.source}, line {self.line}: {text}")
 
-    def _annotate(self, annotation: Any) -> None:
-        if annotation == "START" and not self.started:
+    def _annotate(self, entry: dict[str, Any]) -> None:
+        annotation = entry["ANNOTATION"]
+        if "NAMES" in entry:
             self._close()
-            self.events, self.tensors, self.size_of, self.started = [], {}, [], True
-            self.backward = None
+            self.order = tuple(self._known(name) for name in self._names(entry["NAMES"], "NAMES"))
+        elif annotation == "START" and not self.started:
+            self._close()
+            self.before = {*self.before, *self.tensors}
+            self.events, self.tensors, self.ever, self.size_of = [], {}, {}, []
+            self.started, self.backward, self.order = True, None, None
         elif annotation == "BACKWARD" and self.backward is None:
             self._close()
             self.backward = len(self.events)
@@ -233,21 +270,21 @@ class _Reader:
         pending, name = self._described(entry["NAME"], "ALIAS")
         if name in pending.aliases:
             raise self.error(f"ALIAS of {name!r} is said twice")
-        of = self._text(entry["ALIAS"], "ALIAS")
+        of = entry["ALIAS"]
+        of = str(of) if type(of) is int and -1 <= of < _MOST_BYTES else self._text(of, "ALIAS")
         if of == "-1":
             pending.aliases[name] = -1
             return
         if pending.is_constant:
             raise self.error(f"constant {name!r} cannot be an alias")
-        if not of.isdecimal():
-            pending.aliases[name] = self._known(of)
-        elif len(of) < 10 and int(of) < len(
-            pending.inputs
-        ):  # public logs name the argument by its place
+        is_place = of.isascii() and of.isdigit() and len(of) < 10  # as the public logs name it
+        if is_place and int(of) < len(pending.inputs):
             pending.aliases[name] = pending.inputs[int(of)]
+        elif not is_place and self._known(of) in pending.inputs:
+            pending.aliases[name] = self.tensors[of]
         else:
             raise self.error(
-                f"ALIAS is {of!r}, and the operator has {len(pending.inputs)} arguments"
+                f"ALIAS is {of!r}, which is none of the operator's {len(pending.inputs)} arguments"
             )
 
     def _mutate(self, entry: dict[str, Any]) -> None:
@@ -271,22 +308,25 @@ class _Reader:
         self.events.append(Call(name, inputs, outputs, sizes, (-1,) * len(outputs), cost))
         for changed_name, output in zip(changed, outputs, strict=True):
             self.events.append(Release(self.tensors[changed_name]))
-            self.tensors[changed_name] = output
+            self._bind(changed_name, output)
 
     def _copy(self, entry: dict[str, Any]) -> None:
         source = self._known(entry["SRC"])
-        self.tensors[self._new(entry["DST"])] = source
+        self._bind(self._new(entry["DST"]), source)
         self.events.append(Share(source))
 
     def _copy_from(self, entry: dict[str, Any]) -> None:
         source, name = self._known(entry["SRC"]), self._text(entry["DST"], "DST")
         before = self._known(name)
         self.events += [Share(source), Release(before)]
-        self.tensors[name] = source
+        self._bind(name, source)
 
     def _release(self, entry: dict[str, Any]) -> None:
-        self.events.append(Release(self._known(entry["NAME"])))
-        del self.tensors[entry["NAME"]]
+        name = self._text(entry["NAME"], "NAME")
+        if name in self.before and name not in self.tensors:
+            return  # what was made before START does not count
+        self.events.append(Release(self._known(name)))
+        del self.tensors[name]
 
     def _close(self) -> None:
         """Makes an event of the operator whose outputs are now known."""
@@ -307,7 +347,7 @@ class _Reader:
         for name, size, alias in zip(pending.outputs, sizes, aliases, strict=True):
             viewed = size if alias < 0 else self.size_of[alias]
             outputs.append(self._number_of_new(viewed))
-            self.tensors[name] = outputs[-1]
+            self._bind(name, outputs[-1])
         self.events.append(
             Call(
                 pending.name,
