@@ -27,7 +27,18 @@ from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Certificate
 from remat.plans.simulate import simulate
-from remat.policies import Auto, Checkmate, Full, Ilp, MinCut, Policy, Revolve, SaveAll, Sublinear
+from remat.policies import (
+    Auto,
+    Checkmate,
+    Dtr,
+    Full,
+    Ilp,
+    MinCut,
+    Policy,
+    Revolve,
+    SaveAll,
+    Sublinear,
+)
 from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import condense
 from remat.policies.solvers.problem import peak_of_order
@@ -84,6 +95,7 @@ PLANNERS: dict[str, Policy] = {
     "sublinear": Sublinear(),
     "recursive": Sublinear("recursive"),
     "revolve": Revolve(),
+    "dtr": Dtr(),
     "auto": Auto(ilp=QUICK),
     "min_cut": MinCut(),
     "full": Full(),
@@ -126,7 +138,7 @@ def test_a_plan_fits_or_the_error_says_what_would(planner: str, seed: int, share
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("planner", ["ilp-starts", "sublinear", "revolve", "min_cut"])
+@pytest.mark.parametrize("planner", ["ilp-starts", "sublinear", "revolve", "dtr", "min_cut"])
 @given(graph=graphs(), share=st.floats(0.2, 1.05))
 @laws(40)
 def test_budgets_on_graphs_of_every_kind(planner: str, graph: Graph, share: float) -> None:
@@ -134,7 +146,7 @@ def test_budgets_on_graphs_of_every_kind(planner: str, graph: Graph, share: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", ["ilp", "checkmate", "sublinear", "revolve"])
+@pytest.mark.parametrize("planner", ["ilp", "checkmate", "sublinear", "revolve", "dtr"])
 def test_most_budgets_above_the_smallest_are_met_by_recomputing(planner: str) -> None:
     """Without this the laws above could hold because nothing is ever found."""
     met = recomputed = 0
@@ -149,7 +161,9 @@ def test_most_budgets_above_the_smallest_are_met_by_recomputing(planner: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", ["ilp-starts", "sublinear", "revolve", "checkmate", "full"])
+@pytest.mark.parametrize(
+    "planner", ["ilp-starts", "sublinear", "revolve", "dtr", "checkmate", "full"]
+)
 def test_what_the_error_names_is_a_budget_that_is_met(planner: str) -> None:
     for seed in range(5):
         graph = training_graph(seed)

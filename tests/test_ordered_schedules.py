@@ -24,7 +24,7 @@ from remat.planning.make import make_plan, plan_from_saved
 from remat.plans.schedule import build_schedule
 from remat.plans.simulate import simulate
 from remat.plans.steps import Schedule, Step
-from remat.policies import Auto, Checkmate, Ilp, Policy, Revolve, Sublinear
+from remat.policies import Auto, Checkmate, Dtr, Ilp, Policy, Revolve, Sublinear
 from remat.policies.base import Decision
 from remat.policies.buffers.condense import Condensed, condense
 from tests.programs import (
@@ -572,6 +572,7 @@ VARIANTS: dict[str, tuple[Policy, float | None]] = {
     "sublinear-cheap": (Sublinear("cheap"), None),
     "revolve-1": (Revolve(1), None),
     "revolve-0.8": (Revolve(), 0.8),
+    "dtr-0.65": (Dtr(), 0.65),
     "checkmate-0.7": (Checkmate(seconds=5.0), 0.7),
     "ilp-0.9": (QUICK, 0.9),
     "ilp-0.65": (QUICK, 0.65),

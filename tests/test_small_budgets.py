@@ -26,6 +26,7 @@ from remat.plans.plan import Plan
 from remat.policies import (
     Auto,
     Checkmate,
+    Dtr,
     Echo,
     Full,
     Ilp,
@@ -47,6 +48,7 @@ POLICIES: dict[str, Policy] = {
     "checkmate": Checkmate(method="approximate", seconds=5.0),
     "auto": Auto(ilp=STARTS),
     "revolve": Revolve(),
+    "dtr": Dtr(),
     "sublinear": Sublinear(),
     "recursive": Sublinear("recursive", 1),
     "min_cut": MinCut(),
