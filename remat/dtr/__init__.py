@@ -3,6 +3,8 @@
 Kirisame et al., "Dynamic tensor rematerialization" (2020). Plain data, no jax.
 """
 
+from remat.dtr.counts import Statistics as Statistics
+from remat.dtr.counts import statistics as statistics
 from remat.dtr.export import export_log as export_log
 from remat.dtr.export import write_log as write_log
 from remat.dtr.heuristics import HEURISTICS as HEURISTICS

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from remat.core.errors import RematError
 
 __all__ = ["Call", "Event", "Log", "LogError", "Release", "Share", "load_log", "read_log"]
 
+# A log of 100,000 operators has less than a million lines, of about a hundred characters.
+_MOST_LINES = 10_000_000
 _MOST_LINE_CHARACTERS = 1 << 20
+_MOST_SHOWN = 80
 _MOST_BYTES = 1 << 62
 _KEYS: Mapping[str, frozenset[str]] = {
     "CONSTANT": frozenset({"NAME"}),
@@ -135,31 +140,46 @@ def load_log(path: str | Path) -> Log:
     path = Path(path)
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8", errors="strict") as file:
-        try:
-            return read_log(_lines(file, path.name), source=path.name)
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-            raise LogError(f"{path.name}: not a text of JSON lines: {error}") from error
+        return read_log(_lines(file, path.name), source=path.name)
 
 
 def read_log(lines: Iterable[str], *, source: str = "log") -> Log:
     """Reads a log; the arguments and errors are those of `load_log`."""
     reader = _Reader(source)
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            reader.read(number, line)
+        reader.read(number, line)
     return reader.finish()
 
 
 def _lines(file: Any, source: str) -> Iterator[str]:
     number = 0
-    while line := file.readline(_MOST_LINE_CHARACTERS + 1):
+    while True:
         number += 1
-        if len(line) > _MOST_LINE_CHARACTERS:
-            raise LogError(
-                f"{source}, line {number}: longer than {_MOST_LINE_CHARACTERS:,} characters; an instruction "
-                "has a few hundred"
-            )
+        try:
+            line = file.readline(
+                _MOST_LINE_CHARACTERS + 1
+            )  # never more of a line than makes it too long
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise LogError(f"{source}, line {number}: not a text of JSON lines: {error}") from error
+        if not line:
+            return
         yield line
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a name is there twice in {_shown([name for name, _ in pairs])}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it: what a hostile log has may be long, or deep."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 @dataclass
@@ -174,6 +194,14 @@ class _Pending:
     is_constant: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     aliases: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        return frozenset(self.outputs)
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        return frozenset(self.inputs)
 
 
 class _Reader:
@@ -192,18 +220,26 @@ class _Reader:
 
     def read(self, number: int, text: str) -> None:
         self.line = number
+        if number > _MOST_LINES:
+            raise self.error(f"the log goes on; expected at most {_MOST_LINES:,} lines")
+        if len(text) > _MOST_LINE_CHARACTERS:
+            raise self.error(
+                f"longer than {_MOST_LINE_CHARACTERS:,} characters; an instruction has a few hundred"
+            )
+        if not text.strip():
+            return
         try:
-            entry = json.loads(text)
+            entry = json.loads(text, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise self.error(f"not JSON: {error}") from None
         if not isinstance(entry, dict):
-            raise self.error(f"expected an object with INSTRUCTION, got {text.strip()[:60]}")
+            raise self.error(f"expected an object with INSTRUCTION, got {_shown(entry)}")
         kind = entry.pop("INSTRUCTION", None)
         kind = "COPY_FROM" if kind == "COPYFROM" else kind
         if not isinstance(kind, str) or kind not in _KEYS:
-            raise self.error(f"unknown instruction {kind!r}; expected one of {sorted(_KEYS)}")
+            raise self.error(f"unknown instruction {_shown(kind)}; expected one of {sorted(_KEYS)}")
         if set(entry) != _KEYS[kind] and not (kind == "ANNOTATE" and set(entry) == _OUTPUTS):
-            raise self.error(f"{kind} has {sorted(entry)}; expected {sorted(_KEYS[kind])}")
+            raise self.error(f"{kind} has {_shown(sorted(entry))}; expected {sorted(_KEYS[kind])}")
         if kind == "ANNOTATE":
             self._annotate(entry)
             return
@@ -251,7 +287,7 @@ class _Reader:
     def _call(self, entry: dict[str, Any]) -> None:
         results = self._names(entry["RESULT"], "RESULT")
         if len(set(results)) != len(results):
-            raise self.error(f"CALL makes a tensor twice: {results}")
+            raise self.error(f"CALL makes a tensor twice: {_shown(results)}")
         self.pending = _Pending(
             self.line,
             self._text(entry["NAME"], "NAME"),
@@ -263,28 +299,28 @@ class _Reader:
     def _memory(self, entry: dict[str, Any]) -> None:
         pending, name = self._described(entry["NAME"], "MEMORY")
         if name in pending.sizes:
-            raise self.error(f"MEMORY of {name!r} is said twice")
+            raise self.error(f"MEMORY of {_shown(name)} is said twice")
         pending.sizes[name] = self._number(entry["MEMORY"], "MEMORY")
 
     def _alias(self, entry: dict[str, Any]) -> None:
         pending, name = self._described(entry["NAME"], "ALIAS")
         if name in pending.aliases:
-            raise self.error(f"ALIAS of {name!r} is said twice")
+            raise self.error(f"ALIAS of {_shown(name)} is said twice")
         of = entry["ALIAS"]
         of = str(of) if type(of) is int and -1 <= of < _MOST_BYTES else self._text(of, "ALIAS")
         if of == "-1":
             pending.aliases[name] = -1
             return
         if pending.is_constant:
-            raise self.error(f"constant {name!r} cannot be an alias")
+            raise self.error(f"constant {_shown(name)} cannot be an alias")
         is_place = of.isascii() and of.isdigit() and len(of) < 10  # as the public logs name it
         if is_place and int(of) < len(pending.inputs):
             pending.aliases[name] = pending.inputs[int(of)]
-        elif not is_place and self._known(of) in pending.inputs:
+        elif not is_place and self._known(of) in pending.read:
             pending.aliases[name] = self.tensors[of]
         else:
             raise self.error(
-                f"ALIAS is {of!r}, which is none of the operator's {len(pending.inputs)} arguments"
+                f"ALIAS is {_shown(of)}, which is none of the operator's {len(pending.inputs)} arguments"
             )
 
     def _mutate(self, entry: dict[str, Any]) -> None:
@@ -296,12 +332,12 @@ class _Reader:
         )
         if not inside or len(set(places)) != len(places):
             raise self.error(
-                f"MUTATE is {places!r}; expected different places in ARGS, of 0 to {len(names) - 1}"
+                f"MUTATE is {_shown(places)}; expected different places in ARGS, of 0 to {len(names) - 1}"
             )
         inputs = self._all_known(names)
         changed = [names[place] for place in places]
         if len(set(changed)) != len(changed):
-            raise self.error(f"MUTATE changes a tensor twice: {changed}")
+            raise self.error(f"MUTATE changes a tensor twice: {_shown(changed)}")
         sizes = tuple(self.size_of[self.tensors[name]] for name in changed)
         name, cost = self._text(entry["NAME"], "NAME"), self._number(entry["TIME"], "TIME")
         outputs = tuple(self._number_of_new(size) for size in sizes)
@@ -337,7 +373,7 @@ class _Reader:
             if name not in pending.sizes or not (pending.is_constant or name in pending.aliases):
                 self.line = pending.line
                 wanted = "MEMORY" if pending.is_constant else "MEMORY and ALIAS"
-                raise self.error(f"{name!r} is made here, but {wanted} of it is missing")
+                raise self.error(f"{_shown(name)} is made here, but {wanted} of it is missing")
         aliases = tuple(pending.aliases.get(name, -1) for name in pending.outputs)
         sizes = tuple(
             pending.sizes[name] if alias < 0 else 0
@@ -366,33 +402,33 @@ class _Reader:
 
     def _described(self, name: Any, what: str) -> tuple[_Pending, str]:
         name = self._text(name, "NAME")
-        if self.pending is None or name not in self.pending.outputs:
-            raise self.error(f"{what} of {name!r}, which the operator before does not make")
+        if self.pending is None or name not in self.pending.made:
+            raise self.error(f"{what} of {_shown(name)}, which the operator before does not make")
         return self.pending, name
 
     def _text(self, value: Any, what: str) -> str:
         if not isinstance(value, str):
-            raise self.error(f"{what} is {value!r}; expected a string")
+            raise self.error(f"{what} is {_shown(value)}; expected a string")
         return value
 
     def _names(self, value: Any, what: str) -> list[str]:
         if not isinstance(value, list):
-            raise self.error(f"{what} is {value!r}; expected a list of names")
+            raise self.error(f"{what} is {_shown(value)}; expected a list of names")
         return [self._text(name, what) for name in value]
 
     def _number(self, value: Any, what: str) -> int:
         text = str(value) if type(value) is int else value
         if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20):
-            raise self.error(f"{what} is {value!r}; expected an integer of at least 0")
+            raise self.error(f"{what} is {_shown(value)}; expected an integer of at least 0")
         number = int(text)
         if number > _MOST_BYTES:
-            raise self.error(f"{what} is {value!r}; expected at most {_MOST_BYTES:,}")
+            raise self.error(f"{what} is {_shown(value)}; expected at most {_MOST_BYTES:,}")
         return number
 
     def _known(self, name: Any) -> int:
         name = self._text(name, "a name")
         if name not in self.tensors:
-            raise self.error(f"{name!r} is not there: it was never made, or is released")
+            raise self.error(f"{_shown(name)} is not there: it was never made, or is released")
         return self.tensors[name]
 
     def _all_known(self, names: Any) -> tuple[int, ...]:
@@ -401,5 +437,5 @@ class _Reader:
     def _new(self, name: Any) -> str:
         name = self._text(name, "NAME")
         if name in self.tensors:
-            raise self.error(f"{name!r} is there already")
+            raise self.error(f"{_shown(name)} is there already")
         return name
