@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: tuple[str, ...] = (
     "core",
     "dtr",
+    "plans.words",
     "plans",
+    "plans.diff",
     "memory",
     "policies.base",
     "policies.solvers",

@@ -1,4 +1,4 @@
-"""The command line and the comparison behind it: output, exit codes, errors in one paragraph."""
+"""The command line and the comparison behind it: output, exit codes, errors in one style."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ import remat.tools.compare as compare_module
 from models import cases
 from remat import api
 from remat.plans.plan import Plan
+from remat.plans.words import human_bytes
 from remat.tools.cli import main
 from remat.tools.compare import DEFAULT_POLICIES, Row, compare, compare_table, iter_compare
-from remat.tools.terminal import progress as progress_module
-from remat.tools.terminal.progress import Progress
 
 TINY = "models.cases:residual_mlp_small"
 ROOT = Path(__file__).parent.parent
@@ -72,23 +71,28 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         sys.modules.pop(name, None)
 
 
-def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Runs a command that must fail with exit code 2, and returns its one paragraph."""
-    assert main(argv) == 2
+def failed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 2) -> str:
+    """Runs a command that must fail with an exit code, and returns what it says: an error, and perhaps a hint."""
+    try:
+        assert main(argv) == code
+    except SystemExit as ended:
+        assert ended.code == code
     out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.endswith(" s")]
+    lines = err.splitlines()
     assert out == ""
-    assert len(lines) == 1 and lines[0].startswith("remat: error: "), err
-    assert "Traceback" not in err
-    return lines[0]
+    assert lines[0].startswith("error: ") and len(lines[0]) > len("error: "), err
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: ")), err
+    return err
 
 
 def test_plan_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "models.cases:gpt_tiny", "--top", "3"]) == 0
     out, err = capsys.readouterr()
-    assert "remat plan by policy min_cut" in out
-    assert "Kept for the backward pass" in out
-    assert "Traceback" not in err
+    assert "planned by min_cut" in out and "kept for the backward pass" in out
+    assert err == ""
+    for flag in ("--all", "-v"):
+        assert main(["plan", "models.cases:gpt_tiny", "--top", "3", flag]) == 0
+        assert "remat plan by policy min_cut" in capsys.readouterr().out
 
 
 def test_plan_json_is_one_document_that_reads_back(
@@ -129,9 +133,7 @@ def test_json_means_the_same_in_all_commands(
     text = capsys.readouterr().out
     kinds = [json.loads(document)["format"] for document in (printed, written.read_text())]
     assert len(set(kinds)) == 1 and text and not text.startswith("{")
-    with pytest.raises(SystemExit):
-        main([command, "--json", TINY, *options])
-    assert "put --json behind TARGET" in capsys.readouterr().err
+    assert "put --json behind TARGET" in failed(capsys, command, "--json", TINY, *options)
 
 
 def test_plan_options_and_argnums(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
@@ -146,9 +148,8 @@ def test_plan_budget_is_a_fraction_or_a_size(capsys: pytest.CaptureFixture[str])
     assert main(["plan", TINY, "--budget", "1.0"]) == 0
     assert main(["plan", TINY, "--budget", "6GiB"]) == 0
     capsys.readouterr()
-    assert "does not meet the budget of 1 bytes" in failed(
-        capsys, "plan", TINY, "--budget", "1", "--policy", "min_cut"
-    )
+    argv = ["plan", TINY, "--budget", "1", "--policy", "min_cut"]
+    assert "does not meet the budget of 1 bytes" in failed(capsys, *argv, code=1)
     assert "is not a fraction" in failed(capsys, "plan", TINY, "--budget", "1.5")
     assert "is not a size" in failed(capsys, "plan", TINY, "--budget", "6 apples")
 
@@ -168,20 +169,11 @@ def test_plan_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("mynet:", ["not module:factory"]),
         ("minet:case", ["no module 'minet'", "did you mean 'mynet'"]),
         ("models.casess:gpt_tiny", ["no module 'models.casess'", "did you mean 'models.cases'"]),
-        ("needs:case", ["importing 'needs' failed", "a_module_that_is_not_there"]),
         ("mynet:caes", ["did you mean 'case'", "'only_a_function'"]),
-        ("mynet:number", ["of type int; expected a function"]),
-        (
-            "mynet:only_a_function",
-            ["returned something of type function; expected (function, args)"],
-        ),
-        ("mynet:three", ["a tuple of ['function', 'ShapeDtypeStruct', 'ShapeDtypeStruct']"]),
-        ("mynet:raises", ["raised RuntimeError: no data set"]),
-        ("mynet:not_differentiable", ["none of the function's inputs is differentiated"]),
-        ("mynet:broken_function", ["TypeError: add got incompatible shapes", "--debug"]),
+        ("mynet:number", ["of type int", "expected a function"]),
     ],
 )
-def test_bad_targets(
+def test_targets_that_are_not_there(
     target: str, words: list[str], capsys: pytest.CaptureFixture[str], user_folder: Path
 ) -> None:
     message = failed(capsys, "plan", target)
@@ -191,16 +183,42 @@ def test_bad_targets(
 
 
 @pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("needs:case", ["importing 'needs' failed", "a_module_that_is_not_there"]),
+        ("mynet:only_a_function", ["of type function", "expected (function, args)"]),
+        ("mynet:three", ["a tuple of ['function', 'ShapeDtypeStruct', 'ShapeDtypeStruct']"]),
+        ("mynet:raises", ["raised RuntimeError: no data set"]),
+        ("mynet:not_differentiable", ["none of the function's inputs is differentiated"]),
+        ("mynet:broken_function", ["TypeError: add got incompatible shapes", "-v"]),
+    ],
+)
+def test_targets_that_fail(
+    target: str, words: list[str], capsys: pytest.CaptureFixture[str], user_folder: Path
+) -> None:
+    message = failed(capsys, "plan", target, code=1)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--policy", "min_cat"], ["unknown remat_policy='min_cat'", "did you mean 'min_cut'"]),
+        (["--policy", "min_cat"], ["unknown --policy min_cat", "did you mean 'min_cut'"]),
         (["--policy", "dots_saveable"], ["makes no plan"]),
         (["--option", "memory_wait=0"], ["did you mean 'memory_weight'", "'heavy'"]),
         (["--option", "memory_weight"], ["expected NAME=VALUE"]),
         (["--option", "memory_weight=lots"], ["memory_weight"]),
         (["--option", "heavy=never"], ["expected one of ['ban', 'batched', 'roofline']"]),
         (["--policy", "dots_saveable", "--option", "a=1"], ["needs one of remat's own policies"]),
-        (["--argnums", "7"], ["argnums=7 is out of range"]),
+        (["--argnums", "7"], ["--argnums 7 is out of range", "expected 0 to"]),
+        (["--argnums", "x"], ["neither a number nor several"]),
+        (
+            ["--budgets", "0.5"],
+            ["unrecognized arguments: --budgets 0.5", "did you mean '--budget'"],
+        ),
+        (["--device", "h20"], ["did you mean 'h200'"]),
+        (["--confirm", "h20", "--budget", "0.9"], ["did you mean 'h200'"]),
     ],
 )
 def test_bad_policies(
@@ -211,17 +229,19 @@ def test_bad_policies(
         assert word in message
 
 
-def test_debug_shows_the_traceback() -> None:
-    with pytest.raises(remat.PolicyError):
-        main(["plan", TINY, "--policy", "min_cat", "--debug"])
+def test_verbose_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TINY, "--policy", "min_cat", "-v"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and "\nerror: unknown --policy min_cat\nhint: " in err
 
 
 @pytest.mark.parametrize("argv", [[], ["plan"], ["plan", TINY, "--top", "0"], ["paint", TINY]])
 def test_usage_errors_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2
-    assert "usage: remat" in capsys.readouterr().err
+    if not argv:
+        assert main(argv) == 2
+        assert capsys.readouterr().err.startswith("usage: remat")
+        return
+    assert "--help`" in failed(capsys, *argv)
 
 
 def test_compare_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +283,7 @@ def test_interrupted_comparison_prints_what_it_has(
     assert main(["compare", TINY]) == 130
     out, err = capsys.readouterr()
     assert "none" in out and "11.8 MiB" in out
-    assert "interrupted after 1 of 6 policies" in err
+    assert err == "interrupted: 1 of 6 policies were compared\n"
     assert main(["compare", TINY, "--json"]) == 130
     document = json.loads(capsys.readouterr().out)
     assert document["interrupted"] is True and len(document["rows"]) == 1
@@ -277,7 +297,8 @@ def test_pareto_prints_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_
     out, _ = capsys.readouterr()
     function, args = cases.residual_mlp_small()
     curve = remat.pareto(function, *args, remat_policy="min_cut", budgets=[0.5, 1.0, "1GiB"])
-    assert out == str(curve) + "\n"
+    for point in curve.points:
+        assert human_bytes(point.peak_bytes) in out
     document = json.loads(written.read_text())
     assert document == {"target": TINY, **json.loads(json.dumps(curve.to_dict()))}
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -290,7 +311,7 @@ def test_pareto_options(capsys: pytest.CaptureFixture[str], user_folder: Path) -
     assert main([*argv, "--argnums", "0,1", "--points", "2", "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["wanted"] <= 2 and document["interrupted"] is False
-    assert "at least 2 points" in failed(capsys, *argv, "--points", "1")
+    assert "at least 2" in failed(capsys, *argv, "--points", "1")
     assert "is not a size" in failed(capsys, *argv, "--budgets", "lots")
     assert ".pdf" in failed(capsys, *argv, "--plot", "curve.pdf")
     assert "did you mean 'min_cut'" in failed(capsys, "pareto", TINY, "--policy", "min_cat")
@@ -312,8 +333,8 @@ def test_interrupted_pareto_prints_what_it_has(
     argv = ["pareto", TINY, "--policy", "min_cut", "--budgets", "0.8,0.9,1.0"]
     assert main(argv) == 130
     out, err = capsys.readouterr()
-    assert "interrupted: 2 of 3 budgets were planned" in out
-    assert "remat: interrupted" in err
+    assert "no remat" not in out and TINY in out
+    assert err == "interrupted: 2 of 3 budgets were planned\n"
 
 
 def test_fit_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -321,7 +342,7 @@ def test_fit_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     argv = ["fit", TINY, "--device", "cpu", "--policy", "min_cut", "--memory"]
     assert main([*argv, "1GiB", "--json", str(written), "--save", str(plan)]) == 0
     out, _ = capsys.readouterr()
-    assert out.startswith("fits: ") and " of 1.0 GiB on cpu" in out
+    assert "fitted to 1.0 GiB on cpu" in out and "confirmed by the compiler" in out
     document = json.loads(written.read_text())
     assert document["target"] == TINY and document["memory_bytes"] == 2**30
     assert document["plans"][0]["digest"] == Plan.from_json(plan).digest()
@@ -330,10 +351,9 @@ def test_fit_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert again["total_bytes"] == document["total_bytes"] == again["memory_bytes"]
 
 
-def test_fit_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 3600.0)
+def test_fit_errors(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["fit", TINY, "--device", "cpu", "--policy", "min_cut"]
-    assert "does not fit into 1,000 bytes" in failed(capsys, *argv, "--memory", "1kB")
+    assert "does not fit into 1,000 bytes" in failed(capsys, *argv, "--memory", "1kB", code=1)
     assert "is not a size" in failed(capsys, *argv, "--memory", "lots")
     assert "at least 2" in failed(capsys, *argv, "--memory", "1GiB", "--max-compiles", "1")
     assert "wrap the loss" in failed(capsys, *argv, "--memory", "1GiB", "--step")
@@ -374,7 +394,12 @@ def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert capsys.readouterr().out == diff(*map(Plan.from_json, paths)).format(3) + "\n"
     assert main(["diff", paths[0], paths[0]]) == 0
     capsys.readouterr()
-    assert "missing.json" in failed(capsys, "diff", paths[0], str(tmp_path / "missing.json"))
+    missing = str(tmp_path / "missing.json")
+    assert "missing.json" in failed(capsys, "diff", paths[0], missing, code=1)
+    assert main(["diff", *paths, "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["format"] == "remat.diff" and document["equal"] is False
+    assert {entry["name"] for entry in document["totals"]} >= {"saved_bytes", "peak_bytes"}
 
 
 def test_interrupted_plan(
@@ -392,29 +417,6 @@ def test_all_failed_exits_with_one(capsys: pytest.CaptureFixture[str], user_fold
     assert main(["compare", "mynet:not_differentiable", "--policies", "min_cut,full"]) == 1
     out, _ = capsys.readouterr()
     assert out.count("failed: TraceError: none of the function's inputs") == 2
-
-
-def test_progress_appears_only_when_something_takes_long(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 3600.0)
-    with Progress() as progress:
-        progress("none: compiling")
-    assert capsys.readouterr().err == ""
-
-
-def test_progress_of_a_long_stage(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 0.01)
-    with Progress() as progress:
-        progress("none: compiling")
-        while not progress.shown:
-            pass
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "remat: none: compiling ..." in err
-    assert "remat: none: compiling: 0." in err
 
 
 def test_subprocess(tmp_path: Path) -> None:

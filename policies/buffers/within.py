@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from remat.core.deadline import out_of_time, seconds_left
 from remat.core.errors import BudgetError
-from remat.core.interrupt import Keyboard, ended, interrupted, say
+from remat.core.interrupt import Keyboard, ended, interrupted, say, say_best
 from remat.plans.record import Certificate, Status
 from remat.plans.report import human_bytes
 from remat.policies.base import Decision, largest_named, required_saves
@@ -98,6 +98,7 @@ class Pool:
             self.best is None or _by_cost(found) < _by_cost(self.best)
         ):
             self.best = found
+            say_best(f"{self.extra} within {human_bytes(self.budget_bytes)}, by {label}")
         return found
 
     def offer_all(self, found: Iterable[tuple[str, Sequence[int]]]) -> None:

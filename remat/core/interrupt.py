@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 from remat.core.deadline import out_of_time
 
 __all__ = [
+    "BestSoFar",
     "Keyboard",
     "Planning",
     "Progress",
@@ -33,11 +34,17 @@ __all__ = [
     "planning",
     "raise_interrupt",
     "say",
+    "say_best",
     "solver_says",
 ]
 
 Progress = Callable[[str], None]
-"""Called with one line whenever something that takes time begins."""
+"""Called with one line whenever something that takes time begins, or a better plan is found (`BestSoFar`)."""
+
+
+class BestSoFar(str):
+    """A line of progress that says what is best so far; what goes on goes on."""
+
 
 _LOG = logging.getLogger("remat")
 _SOLVER_SECONDS = 5.0  # between two lines of one solver
@@ -196,6 +203,13 @@ def say(line: str) -> None:
         current.progress(line)
 
 
+def say_best(line: str) -> None:
+    """Tells whom it concerns what is best so far; nothing outside of a planning. Raises nothing."""
+    current = _PLANNING.get()
+    if current is not None:
+        current.progress(BestSoFar(line))
+
+
 def solver_says(name: str, total_cost: float) -> Callable[[float, float, float], None]:
     """Returns a solver's `progress`: a line every few seconds.
 
@@ -213,7 +227,9 @@ def solver_says(name: str, total_cost: float) -> Callable[[float, float, float],
             share = 100 / max(total_cost, 1e-300)
             # Not `say`: KeyboardInterrupt must not pass through a solver's C++ frames.
             current.progress(
-                f"{name}: {share * cost:.2f} % extra, bound {share * bound:.2f} %, {seconds:.0f} s"
+                BestSoFar(
+                    f"{name}: {share * cost:.2f} % extra, bound {share * bound:.2f} %, {seconds:.0f} s"
+                )
             )
 
     return progress

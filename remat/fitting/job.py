@@ -10,12 +10,13 @@ import jax
 
 from remat.compiler.compile import CompileReport, TracedStep, trace_step
 from remat.compiler.targets import target_device
-from remat.core.interrupt import Progress
+from remat.core.interrupt import BestSoFar, Progress
 from remat.lower.attempt import Attempt, Menus, Use
 from remat.planning.confirm import Setting
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.plans.plan import Plan
+from remat.plans.report import human_bytes
 from remat.resolve import priced_for, resolve
 from remat.trace.jitted import jitted
 
@@ -138,6 +139,9 @@ class Job:
         )
         self.compiled[len(self.trials)] = compiled if report.is_attached else None
         self.trials.append(trial)
+        if trial.fits:
+            size, limit = human_bytes(trial.total_bytes), human_bytes(self.options.limit_bytes)
+            self.options.progress(BestSoFar(f"{setting.label}: {size} of {limit} compiled"))
         return trial
 
     def _trace(self, setting: Setting) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from remat.core.errors import BudgetError, CompileError
-from remat.core.interrupt import interrupted, raise_interrupt, say
+from remat.core.interrupt import interrupted, raise_interrupt, say, say_best
 from remat.planning import search
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
@@ -214,7 +214,11 @@ class _Bench(Generic[M]):
             self.failure = error
             say(f"{setting.label}: cannot be compiled ({_first_line(error)})")
             return None
-        say(f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}")
+        size = f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}"
+        if self.limit_bytes is not None and found.temp_bytes <= self.limit_bytes:
+            say_best(size)
+        else:
+            say(size)
         return found
 
     def hold_to(self, limit_bytes: int) -> None:

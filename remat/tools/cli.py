@@ -6,20 +6,22 @@ plans at several budgets, `remat fit TARGET --memory 80GiB` finds a plan that th
 
 TARGET is `module:factory`; the factory takes no arguments and returns `(function, args)`, a loss and its
 example arguments (arrays or `jax.ShapeDtypeStruct`s). Nothing is ever run. Results go to stdout, progress and
-errors to stderr. Exit codes: 0; 1 if every policy of a comparison failed or two plans differ; 2 for an error,
-explained in one paragraph; 130 if interrupted. jax is imported late, so that usage errors are quick.
+errors to stderr. Exit codes: 0; 1 if something failed, every policy of a comparison did, or two plans differ; 2 if
+the command line is not one; 130 if interrupted. jax is imported late, so that usage errors are quick.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Sequence
 
-from remat.core.errors import RematError
 from remat.tools.commands import compare, diff, fit, pareto, plan
+from remat.tools.terminal import messages
 
 __all__ = ["main"]
 
@@ -38,32 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    options = _parser().parse_args(argv)
-    _prepare_jax()
+    given = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return messages.USAGE
+    options = parser.parse_args(given)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
+        if options.needs_jax:
+            _prepare_jax()
         code = options.run(options)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("remat: interrupted", file=sys.stderr)
-        return 130
+        return messages.interrupted()
     except BrokenPipeError:  # `remat plan ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if options.debug:
-            raise
-        print(f"remat: error: {_paragraph(error)}", file=sys.stderr)
-        return 2
-
-
-def _paragraph(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, (RematError, OSError)):
-        return text
-    return f"{type(error).__name__}: {text} (add --debug for the traceback)"
+        return messages.complain(error, verbose=options.verbose)
 
 
 def _prepare_jax() -> None:
@@ -94,8 +91,21 @@ def _is_installed(module: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="remat", description=(__doc__ or "").partition("\n\n")[0])
+    parser = messages.Parser(prog="remat", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.register(commands)
     return parser
+
+
+def _versions() -> str:
+    ours = sys.modules["remat"].__version__
+    return f"remat {ours} (jax {_version('jax')}, Python {platform.python_version()})"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

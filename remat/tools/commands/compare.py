@@ -5,28 +5,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from remat.tools.target import load_target
+from remat.core.interrupt import BestSoFar
+from remat.plans.words import human_bytes, human_flops, human_seconds
 from remat.tools.terminal import flags
-from remat.tools.terminal.output import deliver
+from remat.tools.terminal.messages import FAILURE, interrupted
 from remat.tools.terminal.progress import Progress
+from remat.tools.terminal.screen import Cell, Column, Screen, deliver
 
 __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
     """Adds the command."""
-    compare = commands.add_parser("compare", help="compile a function under several policies")
-    compare.set_defaults(run=_run)
+    compare = flags.add_command(
+        commands, "compare", _run, "compile a function under several policies"
+    )
     flags.add_target(compare)
-    compare.add_argument("--policies", type=flags.names, help="comma separated (default: six)")
-    flags.add_device(compare)
+    compare.add_argument(
+        "--policies",
+        "--policy",
+        type=flags.names,
+        metavar="NAMES",
+        help="comma separated (default: six)",
+    )
+    flags.add_device(compare, "to compile for, by default what is attached")
     flags.add_document(compare)
     flags.add_plot(compare)
-    flags.add_debug(compare)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -36,36 +43,43 @@ def _run(options: argparse.Namespace) -> int:
     from remat.tools.compare import DEFAULT_POLICIES, Row, iter_compare
 
     policies = DEFAULT_POLICIES if options.policies is None else options.policies
-    for name in policies:  # a typo is found now, not after minutes of compiling
-        resolve(name)
-    if options.device is not None:
-        get_device(options.device)
-    if options.plot is not None:
-        plot.check_path(options.plot)
-    function, args = load_target(options.target)
+    with flags.reading():
+        for name in policies:  # a typo is found now, not after minutes of compiling
+            resolve(name)
+        if options.device is not None:
+            get_device(options.device)
+        if options.plot is not None:
+            plot.check_path(options.plot)
+    function, args = flags.loaded(options)
     rows: list[Row] = []
-    interrupted = False
-    with Progress() as progress:
+    is_whole = True
+    with Progress(verbose=options.verbose) as progress:
         wanted = {"policies": policies, "device": options.device, "argnums": options.argnums}
         try:
             for row in iter_compare(function, args, progress=progress, **wanted):
                 rows.append(row)
+                progress(BestSoFar(_best(rows)))
         except KeyboardInterrupt:
-            interrupted = True
-    _print_rows(options, rows, interrupted)
+            is_whole = False
+    _deliver(options, rows, is_whole)
     if options.plot is not None and any(row.temp_bytes is not None for row in rows):
         plot.tradeoff(rows, options.plot, title=options.target)
-    if interrupted:
-        print(f"remat: interrupted after {len(rows)} of {len(policies)} policies", file=sys.stderr)
-        return 130
-    return 1 if rows and all(row.error for row in rows) else 0
+    if not is_whole:
+        return interrupted(f"{len(rows)} of {len(policies)} policies were compared")
+    return FAILURE if rows and all(row.error for row in rows) else 0
 
 
-def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: bool) -> None:
+def _best(rows: Sequence[Any]) -> str:
+    """What has the least memory so far."""
+    compiled = [row for row in rows if row.temp_bytes is not None]
+    if not compiled:
+        return "nothing could be compiled"
+    best = min(compiled, key=lambda row: row.temp_bytes)
+    return f"{best.policy}, {human_bytes(best.temp_bytes)}"
+
+
+def _deliver(options: argparse.Namespace, rows: Sequence[Any], is_whole: bool) -> None:
     import jax
-
-    from remat.compiler.compile import CPU_COMPILER_OPTIONS
-    from remat.tools.compare import compare_table
 
     device = options.device or jax.default_backend()
     document = {
@@ -73,16 +87,88 @@ def _print_rows(options: argparse.Namespace, rows: Sequence[Any], interrupted: b
         "target": options.target,
         "device": device,
         "jax_version": jax.__version__,
-        "interrupted": interrupted,
+        "interrupted": not is_whole,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    lines = [
-        f"{options.target}, one training step compiled for {device} by jax {jax.__version__}\n",
-        compare_table(rows),
-        "\nkept, repeated: as planned; temp, traffic, matmuls: of the compiled program, per step.",
-        "Every policy is applied to the whole function; jax's own are often applied per block.",
-    ]
+    deliver(
+        options.json,
+        lambda: json.dumps(document, indent=2),
+        lambda screen: _show(options, rows, device, screen),
+    )
+
+
+def _show(options: argparse.Namespace, rows: Sequence[Any], device: str, screen: Screen) -> None:
+    import jax
+
+    from remat.compiler.compile import CPU_COMPILER_OPTIONS
+
+    screen.title(
+        options.target, f"one training step compiled for {device} by jax {jax.__version__}"
+    )
+    screen.line()
+    screen.table(_COLUMNS, _cells(rows))
+    for row in rows:
+        if row.error:
+            text = " ".join(row.error.split())
+            screen.paragraph(text, first=(f"  {row.policy} failed: ", "bold red"))
+    screen.line()
+    screen.paragraph(
+        "temp, traffic, matmuls: of the compiled program, per step. kept, repeated: as planned. Each policy is "
+        "applied to the whole function; jax's own are often applied per block.",
+        style="dim",
+    )
     if device == "cpu":
         how = "compiled with remat.compile.CPU_COMPILER_OPTIONS; " if CPU_COMPILER_OPTIONS else ""
-        lines.append(f"cpu: {how}GPU numbers need --device.")
-    deliver(options.json, lambda: json.dumps(document, indent=2), "\n".join(lines))
+        screen.paragraph(f"cpu: {how}GPU numbers need --device h200.", style="dim")
+
+
+_COLUMNS = (
+    Column("policy", shortest=20),
+    Column("temp", ">"),
+    Column("of none", ">", gives_way=3),
+    Column("traffic", ">"),
+    Column("matmuls", ">"),
+    Column("convs", ">"),
+    Column("roofline", ">", gives_way=1),
+    Column("kept", ">", gives_way=2),
+    Column("repeated", ">", gives_way=4),
+    Column("planned", ">", gives_way=5),
+    Column("compiled", ">", gives_way=6),
+)
+
+
+def _cells(rows: Sequence[Any]) -> list[list[Cell]]:
+    none = next((row.temp_bytes for row in rows if row.policy == "none"), None)
+    compiled = [row.temp_bytes for row in rows if row.temp_bytes is not None]
+    has_convolutions = any(row.convolutions for row in rows)
+    cells: list[list[Cell]] = []
+    for row in rows:
+        is_best = row.temp_bytes is not None and row.temp_bytes == min(compiled)
+        temp: Cell = (human_bytes(row.temp_bytes), "bold green" if is_best else "")
+        of_none = f"{row.temp_bytes / none:.0%}" if none and row.temp_bytes is not None else "-"
+        convolutions = _count(row.convolutions) if has_convolutions else ""
+        cells.append(
+            [
+                row.policy,
+                ("failed", "bold red") if row.error else temp,
+                of_none if none else "",
+                human_bytes(row.hbm_traffic_bytes),
+                _count(row.matmuls),
+                convolutions,
+                _any(row.roofline_seconds, rows, "roofline_seconds"),
+                human_bytes(row.saved_bytes),
+                human_flops(row.recomputed_flops),
+                human_seconds(row.plan_seconds),
+                human_seconds(row.compile_seconds),
+            ]
+        )
+    return cells
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _any(seconds: float | None, rows: Sequence[Any], name: str) -> str:
+    """A duration, or nothing where no row has one."""
+    return human_seconds(seconds) if any(getattr(row, name) is not None for row in rows) else ""

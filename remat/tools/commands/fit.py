@@ -4,37 +4,52 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from remat.core.errors import PolicyError
-from remat.tools.target import load_target
+from remat.plans.words import human_bytes, human_seconds
 from remat.tools.terminal import flags
-from remat.tools.terminal.output import deliver
+from remat.tools.terminal.messages import UsageError, interrupted
 from remat.tools.terminal.progress import Progress
+from remat.tools.terminal.screen import Cell, Column, Screen, deliver
+
+if TYPE_CHECKING:
+    from remat.fitting.fit import Fitted
 
 __all__ = ["register"]
 
 
 def register(commands: Any) -> None:
     """Adds the command."""
-    fit = commands.add_parser("fit", help="find a plan that the compiler confirms to fit a memory")
-    fit.set_defaults(run=_run)
+    fit = flags.add_command(
+        commands, "fit", _run, "find a plan that the compiler confirms to fit a memory"
+    )
     flags.add_target(fit)
-    fit.add_argument("--memory", required=True, help="of the device: 80GiB, or bytes")
-    flags.add_device(fit)
+    fit.add_argument(
+        "--memory", required=True, metavar="SIZE", help="of the device: 80GiB, or bytes"
+    )
+    flags.add_device(fit, "to compile for, by default what is attached")
     flags.add_policy(fit, "ilp", "ilp")
     fit.add_argument(
         "--step",
         action="store_true",
         help="TARGET is a whole step with wrappers inside, not a loss to wrap and differentiate",
     )
-    fit.add_argument("--donate", type=flags.numbers, default=(), help="donated arguments: 0 or 0,1")
     fit.add_argument(
-        "--max-compiles", type=flags.positive, default=6, help="at most so many (default: 6)"
+        "--donate",
+        type=flags.numbers,
+        default=(),
+        metavar="N",
+        help="donated arguments: 0 or 0,1",
+    )
+    fit.add_argument(
+        "--max-compiles",
+        type=flags.at_least(2),
+        default=6,
+        metavar="N",
+        help="at most so many (default: 6)",
     )
     flags.add_save(fit, "write the plan, if it is one")
     flags.add_document(fit)
-    flags.add_debug(fit)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -43,15 +58,18 @@ def _run(options: argparse.Namespace) -> int:
     from remat import api
     from remat.core.devices import get_device
     from remat.fitting.fit import fit
+    from remat.resolve import parse_budget
 
     policy = flags.configured(options.policy, options.option)
-    if options.device is not None:
-        get_device(options.device)
-    function, args = load_target(options.target)
+    with flags.reading():
+        parse_budget(options.memory, "memory")
+        if options.device is not None:
+            get_device(options.device)
+    function, args = flags.loaded(options)
     step = function
     if not options.step:
         step = jax.value_and_grad(api.checkpoint(function), options.argnums)
-    with Progress() as progress:
+    with Progress(verbose=options.verbose) as progress:
         fitted = fit(
             step,
             *args,
@@ -64,11 +82,80 @@ def _run(options: argparse.Namespace) -> int:
         )
     if options.save is not None:
         if len(fitted.plans) != 1:
-            raise PolicyError(
+            raise UsageError(
                 f"--save {options.save}: the step has {len(fitted.plans)} wrapped functions, each with a plan "
                 "of its own; one file holds one plan"
             )
         fitted.plans[0].to_json(options.save)
     document = {"target": options.target, **fitted.to_dict()}
-    deliver(options.json, lambda: json.dumps(document, indent=2), str(fitted))
-    return 130 if fitted.interrupted else 0
+    deliver(
+        options.json,
+        lambda: json.dumps(document, indent=2),
+        lambda screen: _show(options.target, fitted, screen),
+    )
+    if fitted.interrupted:
+        return interrupted("of what was compiled by then, this is the fastest that fits")
+    return 0
+
+
+def _show(target: str, fitted: Fitted, screen: Screen) -> None:
+    report, chosen = fitted.report, fitted.chosen
+    screen.title(target, f"fitted to {human_bytes(fitted.memory_bytes)} on {report.device}")
+    screen.line()
+    share = fitted.total_bytes / fitted.memory_bytes
+    screen.paragraph(
+        f"{human_bytes(fitted.total_bytes)} of {human_bytes(fitted.memory_bytes)} ({share:.0%}): arguments "
+        f"{human_bytes(report.argument_bytes)}, results {human_bytes(report.output_bytes - report.alias_bytes)}, "
+        f"temporaries {human_bytes(report.temp_bytes)}",
+        first=("memory  ", "bold"),
+        style="green",
+    )
+    screen.paragraph(
+        f"+{human_seconds(chosen.recompute_seconds)} per step, estimate", first=("time    ", "bold")
+    )
+    compiles = len(fitted.history)
+    screen.paragraph(
+        f"confirmed by the compiler, the choice of {compiles} programs"
+        if compiles > 1
+        else "confirmed by the compiler",
+        first=("proof   ", "bold"),
+    )
+    screen.line()
+    screen.table(_COLUMNS, _cells(fitted))
+
+
+_COLUMNS = (
+    Column("", ">"),
+    Column("planned for"),
+    Column("predicted", ">", gives_way=1),
+    Column("compiled", ">"),
+    Column("temp", ">", gives_way=2),
+    Column("traffic", ">", gives_way=3),
+    Column("repeats", ">"),
+    Column("compile", ">", gives_way=4),
+    Column(""),
+)
+
+
+def _cells(fitted: Fitted) -> list[list[Cell]]:
+    cells: list[list[Cell]] = []
+    for number, trial in enumerate(fitted.history, start=1):
+        verdict: Cell = ("too large", "red")
+        if trial is fitted.chosen:
+            verdict = ("chosen", "bold green")
+        elif trial.fits:
+            verdict = "fits"
+        cells.append(
+            [
+                str(number),
+                trial.knob,
+                human_bytes(trial.predicted_bytes),
+                human_bytes(trial.total_bytes),
+                human_bytes(trial.temp_bytes),
+                human_bytes(trial.report.hbm_traffic_bytes),
+                human_seconds(trial.recompute_seconds),
+                human_seconds(trial.report.compile_seconds),
+                verdict,
+            ]
+        )
+    return cells

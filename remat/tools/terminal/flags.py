@@ -4,47 +4,79 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from remat.core.errors import PolicyError, nearest
+from remat.core.devices import DEVICES
+from remat.core.errors import PolicyError, RematError, nearest
+from remat.tools.terminal.messages import UsageError
+from remat.tools.terminal.target import TargetError, load_target
 
 __all__ = [
-    "add_debug",
+    "add_command",
     "add_device",
     "add_document",
-    "add_option",
     "add_plot",
     "add_policy",
     "add_save",
     "add_target",
     "add_top",
+    "at_least",
     "configured",
+    "loaded",
     "names",
     "numbers",
-    "positive",
+    "reading",
 ]
 
 _TARGET_HELP = "module:factory; the factory takes no arguments and returns (function, args)"
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    needs_jax: bool = True,
+) -> argparse.ArgumentParser:
+    """Adds a command, with the flags that every command has.
+
+    Args:
+        commands: argparse's subparsers.
+        name: of the command.
+        run: is given the parsed options, and returns the exit code.
+        text: what it does.
+        needs_jax: False for a command that works where jax does not.
+    """
+    command = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
+    command.set_defaults(run=run, parser=command, needs_jax=needs_jax)
+    command.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="all there is to say, steps, and errors with tracebacks",
+    )
+    return command
 
 
 def add_target(command: argparse.ArgumentParser) -> None:
     """Adds TARGET, and `--argnums`."""
     command.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     command.add_argument(
-        "--argnums", type=_argnums, default=0, help="differentiated arguments: 0 or 0,2"
+        "--argnums",
+        type=_argnums,
+        default=0,
+        metavar="N",
+        help="differentiated arguments: 0 or 0,2 (default: 0)",
     )
 
 
 def add_policy(command: argparse.ArgumentParser, default: str | None, text: str) -> None:
     """Adds `--policy` and `--option`."""
-    command.add_argument("--policy", default=default, help=f"default: {text}")
-    add_option(command)
-
-
-def add_option(command: argparse.ArgumentParser) -> None:
-    """Adds `--option`."""
+    command.add_argument("--policy", default=default, metavar="NAME", help=f"default: {text}")
     command.add_argument(
         "--option",
         action="append",
@@ -54,9 +86,9 @@ def add_option(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device(command: argparse.ArgumentParser) -> None:
-    """Adds `--device`, for which programs are compiled."""
-    command.add_argument("--device", help="cpu, a100, h100, h200, b200; default: what is attached")
+def add_device(command: argparse.ArgumentParser, text: str) -> None:
+    """Adds `--device`."""
+    command.add_argument("--device", metavar="NAME", help=f"{text}: {', '.join(DEVICES)}")
 
 
 def add_document(command: argparse.ArgumentParser) -> None:
@@ -81,14 +113,11 @@ def add_save(command: argparse.ArgumentParser, text: str = "write the plan") -> 
     command.add_argument("--save", type=Path, metavar="FILE.json", help=text)
 
 
-def add_top(command: argparse.ArgumentParser) -> None:
+def add_top(command: argparse.ArgumentParser, text: str = "what fits a screen; with -v 12") -> None:
     """Adds `--top`."""
-    command.add_argument("--top", type=positive, default=12, help="rows per list (default: 12)")
-
-
-def add_debug(command: argparse.ArgumentParser) -> None:
-    """Adds `--debug`."""
-    command.add_argument("--debug", action="store_true", help="errors with their traceback")
+    command.add_argument(
+        "--top", type=at_least(1), metavar="N", help=f"rows per list (default: {text})"
+    )
 
 
 def _json_place(text: str) -> Path:
@@ -99,34 +128,90 @@ def _json_place(text: str) -> Path:
     return Path(text)
 
 
-def positive(text: str) -> int:
-    """Reads a number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns what reads a whole number."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least {least}")
+        return int(text)
+
+    return read
 
 
 def names(text: str) -> tuple[str, ...]:
     """Reads words separated by commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names nothing; expected words with commas between"
+        )
+    return found
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """Reads numbers separated by commas."""
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor several, 0,2") from None
 
 
 def _argnums(text: str) -> int | tuple[int, ...]:
-    return numbers(text) if "," in text else int(text)
+    found = numbers(text)
+    return found if "," in text else found[0]
 
 
-def configured(name: str, settings: Sequence[str]) -> Any:
-    """Returns the policy as `remat_policy=` takes it: its name, or an object if there are settings.
+@contextmanager
+def reading() -> Iterator[None]:
+    """Whatever is wrong inside is wrong with the command line, not with what it asks for."""
+    try:
+        yield
+    except RematError as error:
+        raise UsageError(str(error)) from error
+
+
+def loaded(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function and the arguments of TARGET.
 
     Raises:
-        PolicyError: no such policy, or no such setting of it.
+        UsageError: there is no such target, or it has no such arguments as `--argnums` says.
+        TargetError: it fails, or makes something else.
     """
+    try:
+        function, args = load_target(options.target)
+    except TargetError as error:
+        raise error if error.is_there else UsageError(str(error)) from error
+    wanted = (options.argnums,) if isinstance(options.argnums, int) else options.argnums
+    wrong = [number for number in wanted if not -len(args) <= number < len(args)]
+    if wrong:
+        raise UsageError(
+            f"argnums={wrong[0]} is out of range: {options.target} makes {len(args)} arguments; expected "
+            f"0 to {len(args) - 1}"
+        )
+    return function, args
+
+
+def configured(name: str, settings: Sequence[str], device: str | None = None) -> Any:
+    """Returns the policy as `remat_policy=` takes it: its name, or an object if there are settings.
+
+    Args:
+        name: of the policy.
+        settings: `NAME=VALUE`s.
+        device: that its prices are of, unless a setting says otherwise; None for its own.
+
+    Raises:
+        UsageError: no such policy, no such setting of it, no such device.
+    """
+    from remat.core.devices import get_device
+    from remat.resolve import priced_for
+
+    with reading():
+        policy = _configured(name, settings)
+        return policy if device is None else priced_for(policy, get_device(device))
+
+
+def _configured(name: str, settings: Sequence[str]) -> Any:
     from remat.policies import POLICIES, get_policy
     from remat.resolve import resolve
 

@@ -1,35 +1,62 @@
-"""What goes on, said on stderr while it takes long."""
+"""What goes on, on stderr: one line that moves while it takes long, or with `-v` every step."""
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from types import TracebackType
 
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from remat.core.interrupt import BestSoFar
+from remat.tools.terminal.screen import Screen
+
 __all__ = ["Progress"]
 
-# When progress is shown, and how often a line is repeated that stays the same. Chosen by look.
-_SHOW_AFTER_SECONDS = 1.0
-_REPEAT_SECONDS = 15.0
+# Quick commands show nothing; what moves is drawn so often. Chosen by look.
+_SHOW_AFTER_SECONDS = 0.5
+_FRAMES_PER_SECOND = 4
 
 
 class Progress:
-    """Says on stderr what is going on, once it has taken a second, and again every 15 seconds."""
+    """Is told what begins now; shows it, for how long it has been going on, and the best plan so far.
 
-    def __init__(self) -> None:
-        self.stage: str | None = ""
-        self.started = 0.0
-        self.shown = False
-        self.changed = threading.Condition()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
+    On a terminal these lines move, and vanish at the end. Elsewhere nothing is said, unless `verbose`.
+
+    Args:
+        verbose: every step gets a line that stays.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self.verbose = verbose
+        self.screen = Screen(is_error=True)
+        self.phase, self.best = "", ""
+        self.started = self.phase_started = time.monotonic()
+        self.spinner = Spinner("line")
+        console = self.screen.console
+        self.live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self.live = Live(
+                get_renderable=self._drawn,
+                console=console,
+                transient=True,
+                refresh_per_second=_FRAMES_PER_SECOND,
+            )
 
     def __enter__(self) -> Progress:
-        self.thread.start()
+        if self.live is not None:
+            self.live.start()
         return self
 
-    def __call__(self, stage: str) -> None:
-        self._set(stage)
+    def __call__(self, line: str) -> None:
+        if isinstance(line, BestSoFar):
+            self.best = line
+        else:
+            self.phase, self.phase_started = line, time.monotonic()
+        if self.verbose:
+            self.screen.line((f"{time.monotonic() - self.started:7.1f} s  {line}", "dim"))
 
     def __exit__(
         self,
@@ -37,25 +64,19 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._set(None)
-        self.thread.join(timeout=1.0)
+        if self.live is not None:
+            self.live.stop()
 
-    def _set(self, stage: str | None) -> None:
-        with self.changed:
-            if self.shown:
-                print(f"remat: {self.stage}: {self._seconds():.1f} s", file=sys.stderr, flush=True)
-            self.stage, self.started, self.shown = stage, time.monotonic(), False
-            self.changed.notify()
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def _watch(self) -> None:
-        with self.changed:
-            while self.stage is not None:
-                wait = _REPEAT_SECONDS if self.shown else _SHOW_AFTER_SECONDS
-                if self.changed.wait(wait) or not self.stage:
-                    continue
-                text = f"still at it after {self._seconds():.0f} s" if self.shown else "..."
-                print(f"remat: {self.stage} {text}", file=sys.stderr, flush=True)
-                self.shown = True
+    def _drawn(self) -> RenderableType:
+        now = time.monotonic()
+        if not self.phase or now - self.started < _SHOW_AFTER_SECONDS:
+            return Text()
+        width = self.screen.console.width
+        phase = Text.assemble(self.phase, (f"  {now - self.phase_started:.0f} s", "dim"))
+        phase.truncate(width - 2, overflow="ellipsis")
+        self.spinner.update(text=phase)
+        if not self.best:
+            return self.spinner
+        best = Text.assemble("  best so far: ", (self.best, "green"))
+        best.truncate(width, overflow="ellipsis")
+        return Group(self.spinner, best)

@@ -16,7 +16,15 @@ __all__ = ["TargetError", "load_target"]
 
 
 class TargetError(RematError, ValueError):
-    """A TARGET of the command line that is not what it has to be."""
+    """A TARGET of the command line that is not what it has to be.
+
+    Attributes:
+        is_there: it was found, and fails, or makes something else.
+    """
+
+    def __init__(self, message: str, *, is_there: bool = False) -> None:
+        super().__init__(message)
+        self.is_there = is_there
 
 
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -44,7 +52,8 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     try:
         made = factory()
     except Exception as error:
-        raise TargetError(f"{target}() raised {type(error).__name__}: {error}") from error
+        text = f"{target}() raised {type(error).__name__}: {error}"
+        raise TargetError(text, is_there=True) from error
     return _checked(target, made)
 
 
@@ -58,9 +67,10 @@ def _imported(name: str) -> ModuleType:
                 f"there is no module {name!r}{nearest(name, _siblings(name)) or '.'} Looked in "
                 f"{os.getcwd()} and where Python looks"
             ) from error
-        raise TargetError(f"importing {name!r} failed: {error}") from error
+        raise TargetError(f"importing {name!r} failed: {error}", is_there=True) from error
     except Exception as error:
-        raise TargetError(f"importing {name!r} failed: {type(error).__name__}: {error}") from error
+        text = f"importing {name!r} failed: {type(error).__name__}: {error}"
+        raise TargetError(text, is_there=True) from error
 
 
 def _siblings(name: str) -> list[str]:
@@ -103,5 +113,6 @@ def _checked(target: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...
         got = f"something of type {type(made).__name__}"
     raise TargetError(
         f"{target}() returned {got}; expected (function, args): a function and the tuple of its "
-        "example arguments (arrays or jax.ShapeDtypeStructs)"
+        "example arguments (arrays or jax.ShapeDtypeStructs)",
+        is_there=True,
     )
