@@ -216,7 +216,7 @@ def test_chains_of_copies_views_and_mutations() -> None:
         out.add("RELEASE", NAME=f"c{i}" if i else "x")
     last = "c800"
     for i in range(800):
-        out.call([f"v{i + 1}"], [f"v{i}" if i else last], **{f"v{i + 1}": "0"})
+        out.call([f"v{i + 1}"], [f"v{i}" if i else last], 1, **{f"v{i + 1}": "0"})
     for _ in range(800):
         out.add("MUTATE", NAME="f_", ARGS=["w", "v800"], MUTATE=[0], TIME="1")
     log = out.log()

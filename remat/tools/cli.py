@@ -1,8 +1,8 @@
 """The command line: plans, comparisons, trade-off curves, and steps that fit a memory.
 
 `remat plan TARGET` explains a plan, `remat compare TARGET` puts policies side by side, `remat pareto TARGET`
-plans at several budgets, `remat fit TARGET --memory 80GiB` finds a plan that the compiler confirms, and
-`remat diff A.json B.json` compares two saved plans.
+plans at several budgets, `remat fit TARGET --memory 80GiB` finds a plan that the compiler confirms, `remat diff
+A.json B.json` compares two saved plans, and `remat dtr LOG` replays a log of a program within a budget.
 
 TARGET is `module:factory`; the factory takes no arguments and returns `(function, args)`, a loss and its
 example arguments (arrays or `jax.ShapeDtypeStruct`s). Nothing is ever run. Results go to stdout, progress and
@@ -20,12 +20,12 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from remat.tools.commands import compare, diff, fit, pareto, plan
+from remat.tools.commands import compare, diff, dtr, fit, pareto, plan
 from remat.tools.terminal import messages
 
 __all__ = ["main"]
 
-_COMMANDS = (plan, compare, pareto, fit, diff)
+_COMMANDS = (plan, compare, pareto, fit, diff, dtr)
 """In the order of the help; each has `register`, which adds it to argparse's subparsers with `run` as default."""
 
 _DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")  # dxg: WSL

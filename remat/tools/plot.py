@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from remat.tools.compare import Row
     from remat.tools.pareto import Pareto
 
-__all__ = ["Curve", "PlotError", "check_path", "pareto", "timeline", "timeline_curves", "tradeoff"]
+__all__ = [
+    "Curve",
+    "PlotError",
+    "check_path",
+    "new_figure",
+    "pareto",
+    "save_figure",
+    "timeline",
+    "timeline_curves",
+    "tradeoff",
+]
 
 SUFFIXES = (".png", ".svg")
 
@@ -72,7 +82,7 @@ def timeline(plan: Plan, path: str | Path) -> None:
     close = (
         abs(before.peak_bytes - after.peak_bytes) / _MIB < 0.08 * top
     )  # labels above one another
-    figure, axes = _figure(9.0, 4.6)
+    figure, axes = new_figure(9.0, 4.6)
     _draw_curve(axes, before, _NEUTRAL, "no remat", lift=(0.11 if close else 0.04) * top)
     _draw_curve(axes, after, _OURS, plan.policy_name, lift=0.04 * top)
     _mark_turn(axes)
@@ -84,7 +94,7 @@ def timeline(plan: Plan, path: str | Path) -> None:
     loops = "; a loop is one kernel" if plan.loops else ""
     title = f"One training step: {plan.policy_name} keeps {kept}, no remat {without}{loops}"
     axes.set_title(title, loc="left", fontsize=11)
-    _write(figure, path)
+    save_figure(figure, path)
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ def tradeoff(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
             points.setdefault(place, []).append(row.policy)
     if not points:
         raise PlotError("no row has memory and traffic from the compiler: there is nothing to draw")
-    figure, axes = _figure(7.6, 5.2)
+    figure, axes = new_figure(7.6, 5.2)
     for (x, y), names in points.items():
         axes.plot([x], [y], "o", color=_color(names), markersize=7, markeredgecolor="white")
     axes.margins(0.16, 0.14)
@@ -187,7 +197,7 @@ def tradeoff(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.set_title(f"{title or 'Policies compared'}{note}", loc="left", fontsize=11)
     _legend(axes, [name for names in points.values() for name in names])
     _place_labels(figure, axes, points)
-    _write(figure, path)
+    save_figure(figure, path)
 
 
 def pareto(curve: Pareto, path: str | Path, title: str = "") -> None:
@@ -211,7 +221,7 @@ def pareto(curve: Pareto, path: str | Path, title: str = "") -> None:
     places = sorted({(p.peak_bytes / _MIB, p.recompute_seconds * 1e3) for p in curve.points})
     peaks, costs = [x for x, _ in places], [y for _, y in places]
     baseline = curve.baseline_peak_bytes / _MIB
-    figure, axes = _figure(7.6, 4.8)
+    figure, axes = new_figure(7.6, 4.8)
     right = max(baseline, peaks[-1])
     axes.step([*peaks, right], [*costs, costs[-1]], where="post", color=_OURS, linewidth=1.4)
     axes.plot(peaks, costs, "o", color=_OURS, markersize=6, markeredgecolor="white")
@@ -228,7 +238,7 @@ def pareto(curve: Pareto, path: str | Path, title: str = "") -> None:
     axes.set_title(
         f"{title or 'Trade-off'}: {curve.policy_name} down to {least}", loc="left", fontsize=11
     )
-    _write(figure, path)
+    save_figure(figure, path)
 
 
 def _kind(policy: str) -> tuple[str, str]:
@@ -309,7 +319,8 @@ def _area(box: Bbox | None) -> float:
     return 0.0 if box is None else float(box.width * box.height)
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Returns a figure of so many inches with one set of axes, in the style of all pictures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -323,9 +334,11 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _write(figure: Figure, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Writes a figure; equal pictures are equal bytes."""
+    import matplotlib
+
     suffix = Path(path).suffix.lower()
-    plain = (
-        {"Date": None} if suffix == ".svg" else {"Software": None}
-    )  # equal pictures, equal bytes
-    figure.savefig(path, format=suffix[1:], dpi=150, metadata=plain)
+    plain = {"Date": None} if suffix == ".svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.hashsalt": "remat"}):
+        figure.savefig(path, format=suffix[1:], dpi=150, metadata=plain)

@@ -23,6 +23,7 @@ __all__ = [
     "add_save",
     "add_target",
     "add_top",
+    "argnums",
     "at_least",
     "configured",
     "loaded",
@@ -67,7 +68,7 @@ def add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     command.add_argument(
         "--argnums",
-        type=_argnums,
+        type=argnums,
         default=0,
         metavar="N",
         help="differentiated arguments: 0 or 0,2 (default: 0)",
@@ -157,7 +158,8 @@ def numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor several, 0,2") from None
 
 
-def _argnums(text: str) -> int | tuple[int, ...]:
+def argnums(text: str) -> int | tuple[int, ...]:
+    """Reads the numbers of differentiated arguments."""
     found = numbers(text)
     return found if "," in text else found[0]
 
