@@ -43,6 +43,8 @@ ROOMS: tuple[str, ...] = (
     "frameworks",
     "api",
     "fitting",
+    "dtr.runtime",
+    "dtr.__init__",
     "tools.terminal",
     "tools",
     "tools.commands",

@@ -16,6 +16,16 @@ from remat.compat.contexts import (
     top_level_trace,
     trace_context,
 )
+from remat.compat.eager import (
+    Interpreter,
+    Reference,
+    bound,
+    equation_structure,
+    jaxpr_function,
+    reference_of,
+    structure_of,
+    untraced,
+)
 from remat.compat.equations import (
     avals_of,
     call_body,
@@ -62,6 +72,14 @@ from remat.compat.types import (
 )
 
 __all__ = [
+    "untraced",
+    "structure_of",
+    "reference_of",
+    "equation_structure",
+    "jaxpr_function",
+    "Interpreter",
+    "Reference",
+    "bound",
     "CPU_UNDOES_REMATERIALIZATION",
     "ScanParts",
     "at_site",

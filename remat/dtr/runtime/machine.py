@@ -1,0 +1,504 @@
+"""The runtime of DTR: runs operators, evicts what is cheapest when memory is short, makes it again when it is read.
+
+Kirisame et al., "Dynamic tensor rematerialization" (2020), algorithms 1 and 2 and section 4, on arrays of jax. A
+storage is the array of one result of an operator. jax has no views: a result that is an operand is that operand's
+storage. A storage is referred to by values of the program; when the last is gone it is evicted at once (eager
+eviction, section 4.5), and forgotten when nothing that was made from it is left.
+
+What holds what: values of the program hold storages, a storage the call that made it, a call its operands. Nothing
+else does, so that Python's reference counts say what may still be needed. Finalisers only take notes, which the
+next operator reads: they may come at any time, in any thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from remat import compat
+from remat.core.errors import BudgetError, TraceError
+from remat.dtr.heuristics import Heuristic, Scoring, heuristic_named
+from remat.dtr.runtime.operators import (
+    OPERATORS,
+    Costs,
+    Operator,
+    Spec,
+    array_bytes,
+    host_bytes,
+    spec_of,
+)
+from remat.dtr.runtime.statistics import RunStatistics
+from remat.dtr.simulator import Move
+
+__all__ = ["Machine", "Reference"]
+
+_FEWEST_SLOTS = 256  # of the heuristic's tables, at first
+
+
+class _Call:
+    """An operator on operands: storages and plain values."""
+
+    __slots__ = ("cost", "has_run", "number", "operands", "operator", "outputs")
+
+    def __init__(self, number: int, operator: Operator, operands: tuple[Any, ...]) -> None:
+        self.number, self.operator, self.operands = number, operator, operands
+        self.outputs: list[weakref.ref[_Storage]] = []
+        self.cost = operator.cost
+        self.has_run = False
+
+    def inputs(self) -> dict[_Storage, None]:
+        """The storages it reads, each once."""
+        return dict.fromkeys(x for x in self.operands if isinstance(x, _Storage))
+
+
+class _Storage:
+    """The array of one result, or where it can be had from."""
+
+    __slots__ = (
+        "__weakref__",
+        "accessed",
+        "array",
+        "aval",
+        "call",
+        "dead",
+        "is_pinned",
+        "locks",
+        "nbytes",
+        "number",
+        "spec",
+    )
+
+    def __init__(self, number: int, aval: Any, nbytes: int, call: _Call, dead: deque) -> None:
+        self.number, self.aval, self.nbytes = number, aval, nbytes
+        self.call: _Call | None = call
+        self.array: jax.Array | None = None
+        self.spec: Spec | None = None
+        self.locks = 0
+        self.accessed = 0
+        self.is_pinned = False
+        self.dead = dead
+
+    def __del__(self) -> None:
+        self.dead.append((self.number, self.nbytes if self.array is not None else 0))
+
+
+class Reference(compat.Reference):
+    """A value of the program: one storage, in use for as long as this is."""
+
+    __slots__ = ("released", "storage")
+
+    def __init__(self, storage: _Storage, released: deque) -> None:
+        self.storage, self.released = storage, released
+
+    @property
+    def aval(self) -> Any:
+        """Shape and dtype."""
+        return self.storage.aval
+
+    def __del__(self) -> None:
+        self.released.append(self.storage)
+
+
+class Machine:
+    """Runs operators within a budget.
+
+    Args:
+        limit_bytes: of the arrays it makes, and of what XLA needs while an operator runs; None for no limit.
+        heuristic: a name of `remat.dtr.heuristics.HEURISTICS`, or which factors its score has.
+        costs: of operators: by the compiler's counts, or the least time that each took so far.
+        seed: of the heuristic `random`.
+        keeps_trace: keep every change of memory.
+        on_move: is told every change of memory as soon as it is done.
+
+    Raises:
+        PolicyError: an unknown heuristic.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        heuristic: str | Scoring,
+        *,
+        costs: Costs = "roofline",
+        seed: int = 0,
+        keeps_trace: bool = False,
+        on_move: Callable[[Move], None] | None = None,
+    ) -> None:
+        self._limit = limit_bytes
+        self._named = heuristic
+        self._seed = seed
+        self._costs = costs
+        self._moves: list[Move] | None = [] if keeps_trace else None
+        self._names: list[str] = []
+        self._on_move = on_move
+        self._memory = self._peak = self._result_bytes = 0
+        self._clock = self._base_cost = 0
+        self._calls = self._again = self._evictions = self._releases = self._compilations = 0
+        self._released: deque[_Storage] = deque()
+        self._dead: deque[tuple[int, int]] = deque()
+        self._storages: dict[int, weakref.ref[_Storage]] = {}
+        self._next = 0  # number of the next storage
+        self._is_closed = False
+        self._accesses_before = 0
+        self._heuristic = heuristic_named(heuristic, seed)
+        self._slots: dict[int, int] = {}  # of the heuristic, by storage
+        self._numbers: list[int] = []  # of storages, by slot
+        # Slots that may be evicted, in the order in which they became so.
+        self._pool: dict[int, None] = {}
+        self._capacity = _FEWEST_SLOTS
+        self._heuristic.begin(self._capacity)
+
+    # --- what jax asks for
+
+    def run(
+        self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> list[Reference]:
+        """Runs a primitive on references and plain values."""
+        key = (primitive, compat.structure_of(params))
+        return self._run(primitive.name, key, lambda: compat.bound(primitive, params), operands)
+
+    def run_equation(self, eqn: Any, operands: Sequence[Any]) -> list[Reference]:
+        """Runs an equation on references and plain values."""
+
+        def function(*arrays: Any) -> Sequence[Any]:
+            return compat.evaluate_equation(eqn, arrays)
+
+        key = compat.equation_structure(eqn)
+        return self._run(eqn.primitive.name, key, lambda: function, operands)
+
+    def read(self, reference: Reference) -> jax.Array:
+        """Returns the array of a reference, made again if it is away."""
+        self._open()
+        self._settle()
+        storage = reference.storage
+        if storage.array is None:
+            assert storage.call is not None
+            self._compute(storage.call)
+        self._access(storage)
+        assert storage.array is not None
+        return storage.array
+
+    def unsupported(self, what: str) -> TraceError:
+        """Returns the error for what cannot be run operator by operator."""
+        return TraceError(
+            f"{what}: the runtime of `remat.dtr` runs a function operator by operator on arrays. What is under "
+            "`jax.jit` inside of it is one operator and may be anything that jax compiles; a program that is "
+            "traced as a whole takes `remat.checkpoint`."
+        )
+
+    # --- what the run ends with
+
+    def results(self, references: Sequence[Reference], *, stay: bool) -> list[jax.Array]:
+        """Makes references available at once: the output condition (section 4.6).
+
+        Args:
+            references: what is returned.
+            stay: they are not evicted later either.
+        """
+        arrays = []
+        storages = dict.fromkeys(reference.storage for reference in references)
+        try:
+            for reference in references:
+                arrays.append(self.read(reference))
+                self._lock(reference.storage)
+        finally:
+            for reference in references[: len(arrays)]:
+                self._unlock(reference.storage)
+        for storage in storages if stay else ():
+            self._pin(storage)
+        self._result_bytes = sum(storage.nbytes for storage in storages)
+        return arrays
+
+    def close(self) -> None:
+        """Frees all arrays, whoever still refers to them."""
+        self._is_closed = True
+        self._pool.clear()
+        for weak in list(self._storages.values()):
+            storage = weak()
+            if storage is not None:
+                storage.array, storage.call = None, None
+
+    def evict_all(self) -> None:
+        """Evicts what may be evicted, after an operator that did not come to its end."""
+        self._settle()
+        for slot in list(self._pool):
+            self._evict(self._at(slot))
+        alive = [storage for weak in self._storages.values() if (storage := weak()) is not None]
+        self._memory = sum(storage.nbytes for storage in alive if storage.array is not None)
+
+    def statistics(self) -> RunStatistics:
+        """Returns what happened so far."""
+        return RunStatistics(
+            budget_bytes=self._limit,
+            peak_bytes=self._peak,
+            result_bytes=self._result_bytes,
+            operators=self._calls,
+            rematerializations=self._again,
+            evictions=self._evictions,
+            releases=self._releases,
+            compilations=self._compilations,
+            base_cost=self._base_cost,
+            compute_cost=self._clock,
+            storage_accesses=self._accesses_before + self._heuristic.accesses,
+            trace=tuple(self._moves or ()),
+            names=tuple(self._names),
+        )
+
+    # --- operators
+
+    def _open(self) -> None:
+        if self._is_closed:
+            raise TraceError(
+                "a value of a run of `remat.dtr` is used after that run: return it, as a result or with "
+                "`has_aux=True`, instead of keeping it elsewhere"
+            )
+
+    def _run(
+        self,
+        name: str,
+        key: Hashable,
+        function: Callable[[], Callable[..., Sequence[Any]]],
+        operands: Sequence[Any],
+    ) -> list[Reference]:
+        self._open()
+        self._settle()
+        with compat.untraced():
+            held = tuple(map(_held, operands))
+            specs = tuple(x.spec if isinstance(x, _Storage) else spec_of(x) for x in held)
+            operator, is_new = OPERATORS.get(name, key, function, specs)
+            self._compilations += is_new
+            call = _Call(self._calls, operator, held)
+            made = self._outputs(call)
+            self._compute(call)
+        if not operator.is_pure:
+            for storage in made:
+                self._pin(storage)
+                storage.call = None
+        references = [Reference(storage, self._released) for storage in made]
+        return [references[place] if place >= 0 else operands[~place] for place in operator.places]
+
+    def _outputs(self, call: _Call) -> list[_Storage]:
+        """Makes the storages of a new call, still empty."""
+        inputs = call.inputs()
+        made = []
+        kept = call.operator.avals
+        for aval, nbytes in zip(kept, call.operator.out_bytes, strict=True):
+            if len(self._numbers) == self._capacity:
+                self._renumber()
+            storage = _Storage(self._next, aval, nbytes, call, self._dead)
+            self._storages[self._next] = weakref.ref(storage)
+            call.outputs.append(self._storages[self._next])
+            self._next += 1
+            made.append(storage)
+            self._enter(storage, inputs)
+        return made
+
+    def _enter(self, storage: _Storage, inputs: Iterable[_Storage]) -> None:
+        slot = self._slots[storage.number] = len(self._numbers)
+        self._numbers.append(storage.number)
+        cost = storage.call.cost if storage.call is not None else 0
+        dependencies = [self._slots[x.number] for x in inputs]
+        self._heuristic.made(slot, storage.nbytes, cost, dependencies)
+
+    def _compute(self, call: _Call) -> None:
+        """Runs a call, and before it all that it needs and that is away (algorithm 1, without recursion)."""
+        locked: list[_Storage] = []
+        stack: list[tuple[_Call, bool, tuple[_Storage, ...]]] = [(call, False, ())]
+        try:
+            while stack:
+                current, is_ready, wanted = stack.pop()
+                if is_ready:
+                    self._execute(current)
+                    for storage in current.inputs():  # the last that were locked
+                        locked.pop()
+                        self._unlock(storage)
+                    continue
+                if wanted and all(storage.array is not None for storage in wanted):
+                    continue  # it was made meanwhile with something else
+                missing: dict[_Call, list[_Storage]] = {}
+                for storage in current.inputs():
+                    self._lock(storage)
+                    locked.append(storage)
+                    self._access(storage)
+                    if storage.array is None:
+                        assert storage.call is not None
+                        missing.setdefault(storage.call, []).append(storage)
+                stack.append((current, True, ()))
+                order = sorted(missing.items(), key=lambda item: item[0].number, reverse=True)
+                stack += [(other, False, tuple(storages)) for other, storages in order]
+        except BaseException:
+            for storage in locked:
+                self._unlock(storage)
+            raise
+
+    def _execute(self, call: _Call) -> None:
+        operator = call.operator
+        need = sum(operator.out_bytes) + operator.temp_bytes + host_bytes(call.operands)
+        self._make_room(call, need)
+        self._peak = max(self._peak, self._memory + need)
+        arrays = [x.array if isinstance(x, _Storage) else x for x in call.operands]
+        if self._costs == "measured":
+            results = operator.timed(arrays)
+            call.cost = operator.measured or 1
+        else:
+            results = operator.run(*arrays)
+            if self._limit is not None and operator.on_host:
+                jax.block_until_ready(
+                    results
+                )  # there what is evicted is free when its readers are done
+        for weak, array in zip(call.outputs, results, strict=True):
+            storage = weak()
+            if storage is None or storage.array is not None:
+                continue  # nobody needs it, or it is there: the new one is freed at once
+            storage.array = array
+            storage.nbytes = array_bytes(array)
+            self._memory += storage.nbytes
+            self._heuristic.materialized(self._slots[storage.number])
+            if not call.has_run:
+                storage.spec = spec_of(array)
+            self._offer(storage)
+        self._clock += call.cost
+        if call.has_run:
+            self._again += 1
+        else:
+            self._calls += 1
+            self._base_cost += call.cost
+            if self._moves is not None:
+                self._names.append(operator.name)
+            for weak in call.outputs:
+                storage = weak()
+                if storage is not None:
+                    self._access(storage)
+        action, call.has_run = "again" if call.has_run else "run", True
+        self._note(action, call.number)
+
+    # --- memory
+
+    def _make_room(self, call: _Call, need: int) -> None:
+        if self._limit is None:
+            return
+        while self._memory + need > self._limit:
+            slot = self._heuristic.cheapest(self._pool, self._clock)
+            if slot is None:
+                raise self._too_small(call, need)
+            self._evictions += 1
+            self._evict(self._at(slot))
+
+    def _too_small(self, call: _Call, need: int) -> BudgetError:
+        operator = call.operator
+        inputs = sum(storage.nbytes for storage in call.inputs())
+        smallest = self._memory + need
+        others = smallest - need - inputs
+        types = ", ".join(aval.str_short() for aval in operator.avals)
+        parts = [f"{inputs} bytes of operands", f"{sum(operator.out_bytes)} of results"]
+        if operator.temp_bytes:
+            parts.append(f"{operator.temp_bytes} of XLA's temporaries")
+        if others > 0:
+            parts.append(f"{others} of what waits for it or may not be made twice")
+        return BudgetError(
+            f"operator `{operator.name}` -> {types} does not fit into budget={self._limit} bytes: it takes "
+            f"{smallest} bytes, {', '.join(parts)}, with everything else evicted. The smallest budget with which "
+            f"it runs is {smallest}; smaller operators (less under one `jax.jit`) take less.",
+            smallest_peak_bytes=smallest,
+        )
+
+    def _at(self, slot: int) -> _Storage:
+        storage = self._storages[self._numbers[slot]]()
+        assert storage is not None
+        return storage
+
+    def _access(self, storage: _Storage) -> None:
+        storage.accessed = self._clock
+        self._heuristic.accessed(self._slots[storage.number], self._clock)
+
+    def _lock(self, storage: _Storage) -> None:
+        storage.locks += 1
+        self._withdraw(storage)
+
+    def _unlock(self, storage: _Storage) -> None:
+        storage.locks -= 1
+        self._offer(storage)
+
+    def _pin(self, storage: _Storage) -> None:
+        storage.is_pinned = True
+        self._withdraw(storage)
+
+    def _offer(self, storage: _Storage) -> None:
+        if storage.array is not None and not storage.locks and not storage.is_pinned:
+            self._pool.setdefault(self._slots[storage.number])
+
+    def _withdraw(self, storage: _Storage) -> None:
+        self._pool.pop(self._slots[storage.number], None)
+
+    def _evict(self, storage: _Storage) -> None:
+        slot = self._slots[storage.number]
+        self._withdraw(storage)
+        storage.array = None
+        self._memory -= storage.nbytes
+        if self._heuristic.dependents[slot] or storage.call is not None:
+            self._heuristic.evicted(slot)
+        self._note("evict", storage.number)
+
+    def _settle(self) -> None:
+        """Reads the notes of finalisers: what nobody refers to is evicted, what nothing needs is forgotten."""
+        while self._released or self._dead:
+            while self._released:
+                storage = self._released.popleft()
+                slot = self._slots.get(storage.number)
+                if slot in self._pool:
+                    self._releases += 1
+                    self._evict(storage)
+                del storage
+            while self._dead:
+                number, nbytes = self._dead.popleft()
+                self._storages.pop(number, None)
+                slot = self._slots.pop(number, None)
+                if slot is not None:
+                    self._pool.pop(slot, None)
+                    self._heuristic.removed(slot)
+                self._memory -= nbytes
+
+    def _renumber(self) -> None:
+        """Gives the heuristic larger tables, without what is gone."""
+        self._settle()
+        alive = [
+            s
+            for weak in self._storages.values()
+            if (s := weak()) is not None and s.number in self._slots
+        ]
+        pool = [self._at(slot) for slot in self._pool]
+        self._accesses_before += self._heuristic.accesses
+        self._heuristic: Heuristic = heuristic_named(
+            self._named, self._seed + self._accesses_before
+        )
+        self._capacity = max(_FEWEST_SLOTS, 2 * len(alive))
+        self._heuristic.begin(self._capacity)
+        self._slots, self._numbers = {}, []
+        for storage in alive:
+            self._enter(storage, storage.call.inputs() if storage.call is not None else ())
+            self._heuristic.accessed(self._slots[storage.number], storage.accessed)
+        for storage in alive:
+            if storage.array is None and (storage.call is None or storage.call.has_run):
+                self._heuristic.evicted(self._slots[storage.number])
+        self._pool = dict.fromkeys(self._slots[storage.number] for storage in pool)
+
+    def _note(self, action: Literal["run", "again", "evict"], target: int) -> None:
+        if self._moves is None and self._on_move is None:
+            return
+        move = Move(self._clock, action, target, self._memory)
+        if self._moves is not None:
+            self._moves.append(move)
+        if self._on_move is not None:
+            self._on_move(move)
+
+
+def _held(operand: Any) -> Any:
+    """What a call keeps of an operand: NumPy's arrays may be changed behind its back."""
+    if isinstance(operand, Reference):
+        return operand.storage
+    return operand.copy() if isinstance(operand, np.ndarray) else operand
