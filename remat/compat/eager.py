@@ -77,6 +77,8 @@ class _Trace(_core.Trace):
         return results if primitive.multiple_results else results[0]
 
     def _operand(self, value: Any, primitive: Any) -> Any:
+        if primitive.ref_primitive or type(_core.typeof(value)).__name__ == "AbstractRef":
+            raise self.runner.unsupported("a mutable array (`jax.new_ref`)")
         if isinstance(value, _Tracer) and value._trace is self:
             return value.reference
         if isinstance(value, _core.Tracer):

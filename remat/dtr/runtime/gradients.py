@@ -140,11 +140,13 @@ def value_and_grad(
             out, pullback, aux = _forward(
                 interpreter, _function_of(fun, args, kwargs, numbers), chosen, has_aux
             )
-            _check_value(out, holomorphic)
-            one = np.ones((), out.dtype)
+            one = np.ones((), _dtype_of_value(out, holomorphic))
             gradients = _backward(machine, interpreter, [pullback.pop()], one)
             gradient = gradients[0] if isinstance(argnums, int) else gradients
             results = _arrays(machine, ((out, aux) if has_aux else out, gradient))
+        except BaseException as error:
+            _forget(error)
+            raise
         finally:
             machine.close()
         options.tell(machine)
@@ -230,7 +232,8 @@ def vjp(
     try:
         out, pullback, aux = _forward(interpreter, fun, _on_device(primals), has_aux)
         results = _arrays(machine, (out, aux))
-    except BaseException:
+    except BaseException as error:
+        _forget(error)
         machine.close()
         raise
 
@@ -239,7 +242,8 @@ def vjp(
             try:
                 found = _backward(machine, interpreter, list(pullback), cotangents)
                 gradients = _arrays(machine, found, stay=False)
-            except BaseException:
+            except BaseException as error:
+                _forget(error)
                 machine.evict_all()
                 raise
             options.tell(machine)
@@ -287,7 +291,7 @@ def _backward(
             given = iter(traced)
             whole = [next(given) if t else leaf for leaf, t in zip(leaves, is_traced, strict=True)]
             results, out_tree = jax.tree.flatten(pull(jax.tree.unflatten(tree, whole)))
-            structure[:] = [out_tree, [leaf if _is_float0(leaf) else None for leaf in results]]
+            structure[:] = [out_tree, list(map(_fixed, results))]
             return [leaf for leaf in results if not _is_float0(leaf)]
 
         traced = [leaf for leaf, t in zip(leaves, is_traced, strict=True) if t]
@@ -300,6 +304,7 @@ def _backward(
             del flat, pull
             jaxpr, env = _opened(closed, traced)
             del closed
+            machine.expect([var.aval for var in jaxpr.outvars if not compat.is_literal(var)])
             found = _run_jaxpr(machine, jaxpr, env)
     rest = iter(found)
     out_tree, fixed = structure
@@ -330,6 +335,9 @@ def _run_jaxpr(machine: Machine, jaxpr: _Equations, env: dict[Any, Any]) -> list
             for var, result in zip(eqn.outvars, results, strict=True)
             if last.get(var, -1) > index
         )
+        for var, result in zip(eqn.outvars, results, strict=True):
+            if last.get(var) == len(eqns) and isinstance(result, Reference):
+                machine.mark_result(result)
         for atom in eqn.invars:
             if not compat.is_literal(atom) and last[atom] == index:
                 env.pop(atom, None)
@@ -359,6 +367,15 @@ def _arrays(machine: Machine, tree: Any, *, stay: bool = True) -> Any:
                 for leaf, ref in zip(leaves, found, strict=True)
             ],
         )
+
+
+def _forget(error: BaseException) -> None:
+    """Drops the arrays that operators had in hand when they failed: a traceback is held as long as its error."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == Machine.__module__:
+            trace.tb_frame.clear()
+        trace = trace.tb_next
 
 
 # --- arguments and results
@@ -414,16 +431,20 @@ def _check_inputs(chosen: Sequence[Any], holomorphic: bool, allow_int: bool) -> 
             )
 
 
-def _check_value(out: Any, holomorphic: bool) -> None:
-    if not hasattr(out, "dtype") or np.shape(out) != ():
-        shape = out.shape if hasattr(out, "dtype") else type(out).__name__
-        raise TypeError(f"gradients are of functions that return one number, got {shape}")
-    kind = jnp.complexfloating if holomorphic else jnp.floating
-    if not jnp.issubdtype(out.dtype, kind):
+def _dtype_of_value(out: Any, holomorphic: bool) -> Any:
+    is_number = isinstance(out, (int, float, complex, np.generic))
+    if not is_number and getattr(out, "shape", None) != ():
         raise TypeError(
-            f"gradients are of functions that return a {'complex' if holomorphic else 'real'} number, got "
-            f"{out.dtype}; holomorphic={holomorphic}"
+            "gradients are of functions that return one number, got "
+            f"{getattr(out, 'aval', None) or type(out).__name__}"
         )
+    dtype = jax.dtypes.result_type(out)
+    if not jnp.issubdtype(dtype, jnp.complexfloating if holomorphic else jnp.floating):
+        raise TypeError(
+            f"gradients are of functions that return a {'complex' if holomorphic else 'real'} number, got one of "
+            f"type {dtype}; holomorphic={holomorphic}"
+        )
+    return dtype
 
 
 def _check_concrete(tree: Any) -> None:
@@ -435,9 +456,14 @@ def _check_concrete(tree: Any) -> None:
         )
 
 
+def _fixed(leaf: Any) -> np.ndarray | None:
+    """The derivative of integers, None for every other value."""
+    return np.zeros(leaf.shape, leaf.dtype) if _is_float0(leaf) else None
+
+
 def _is_float0(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, (float, complex, np.generic)) and not isinstance(leaf, str)
+    return isinstance(leaf, (float, complex, np.generic))

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from remat import compat
+from remat.core.avals import aval_bytes
 from remat.core.errors import BudgetError, TraceError
 from remat.dtr.heuristics import Heuristic, Scoring, heuristic_named
 from remat.dtr.runtime.operators import (
@@ -67,6 +68,7 @@ class _Storage:
         "call",
         "dead",
         "is_pinned",
+        "is_result",
         "locks",
         "nbytes",
         "number",
@@ -80,7 +82,7 @@ class _Storage:
         self.spec: Spec | None = None
         self.locks = 0
         self.accessed = 0
-        self.is_pinned = False
+        self.is_pinned = self.is_result = False
         self.dead = dead
 
     def __del__(self) -> None:
@@ -150,19 +152,20 @@ class Machine:
         self._numbers: list[int] = []  # of storages, by slot
         # Slots that may be evicted, in the order in which they became so.
         self._pool: dict[int, None] = {}
+        self._results: dict[
+            int, None
+        ] = {}  # those of results, which are evicted when no other is left
         self._capacity = _FEWEST_SLOTS
         self._heuristic.begin(self._capacity)
 
     # --- what jax asks for
 
-    def run(
-        self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]
-    ) -> list[Reference]:
+    def run(self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
         """Runs a primitive on references and plain values."""
         key = (primitive, compat.structure_of(params))
         return self._run(primitive.name, key, lambda: compat.bound(primitive, params), operands)
 
-    def run_equation(self, eqn: Any, operands: Sequence[Any]) -> list[Reference]:
+    def run_equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         """Runs an equation on references and plain values."""
 
         def function(*arrays: Any) -> Sequence[Any]:
@@ -193,6 +196,27 @@ class Machine:
 
     # --- what the run ends with
 
+    def mark_result(self, reference: Reference) -> None:
+        """Notes that a reference will be returned: it is evicted when no other is left."""
+        storage = reference.storage
+        storage.is_result = True
+        self._withdraw(self._slots[storage.number])
+        self._offer(storage)
+
+    def expect(self, results: Iterable[Any]) -> None:
+        """Looks whether results of these types fit into the budget.
+
+        Raises:
+            BudgetError: they do not, whatever is evicted.
+        """
+        nbytes = sum(map(aval_bytes, results))
+        if self._limit is not None and nbytes > self._limit:
+            raise BudgetError(
+                f"the results alone take {nbytes} bytes, and budget={self._limit}, which they count in: results "
+                "stay until they are returned",
+                smallest_peak_bytes=nbytes,
+            )
+
     def results(self, references: Sequence[Reference], *, stay: bool) -> list[jax.Array]:
         """Makes references available at once: the output condition (section 4.6).
 
@@ -218,6 +242,7 @@ class Machine:
         """Frees all arrays, whoever still refers to them."""
         self._is_closed = True
         self._pool.clear()
+        self._results.clear()
         for weak in list(self._storages.values()):
             storage = weak()
             if storage is not None:
@@ -226,7 +251,7 @@ class Machine:
     def evict_all(self) -> None:
         """Evicts what may be evicted, after an operator that did not come to its end."""
         self._settle()
-        for slot in list(self._pool):
+        for slot in [*self._pool, *self._results]:
             self._evict(self._at(slot))
         alive = [storage for weak in self._storages.values() if (storage := weak()) is not None]
         self._memory = sum(storage.nbytes for storage in alive if storage.array is not None)
@@ -264,12 +289,12 @@ class Machine:
         key: Hashable,
         function: Callable[[], Callable[..., Sequence[Any]]],
         operands: Sequence[Any],
-    ) -> list[Reference]:
+    ) -> list[Any]:
         self._open()
         self._settle()
         with compat.untraced():
             held = tuple(map(_held, operands))
-            specs = tuple(x.spec if isinstance(x, _Storage) else spec_of(x) for x in held)
+            specs = tuple((isinstance(x, _Storage) and x.spec) or spec_of(x) for x in held)
             operator, is_new = OPERATORS.get(name, key, function, specs)
             self._compilations += is_new
             call = _Call(self._calls, operator, held)
@@ -280,7 +305,13 @@ class Machine:
                 self._pin(storage)
                 storage.call = None
         references = [Reference(storage, self._released) for storage in made]
-        return [references[place] if place >= 0 else operands[~place] for place in operator.places]
+        results: list[Any] = []
+        for place in operator.places:
+            if isinstance(place, np.ndarray):
+                results.append(place)
+            else:
+                results.append(references[place] if place >= 0 else operands[~place])
+        return results
 
     def _outputs(self, call: _Call) -> list[_Storage]:
         """Makes the storages of a new call, still empty."""
@@ -313,7 +344,9 @@ class Machine:
             while stack:
                 current, is_ready, wanted = stack.pop()
                 if is_ready:
+                    action = "again" if current.has_run else "run"
                     self._execute(current)
+                    self._note(action, current.number)
                     for storage in current.inputs():  # the last that were locked
                         locked.pop()
                         self._unlock(storage)
@@ -374,8 +407,7 @@ class Machine:
                 storage = weak()
                 if storage is not None:
                     self._access(storage)
-        action, call.has_run = "again" if call.has_run else "run", True
-        self._note(action, call.number)
+        call.has_run = True
 
     # --- memory
 
@@ -383,7 +415,7 @@ class Machine:
         if self._limit is None:
             return
         while self._memory + need > self._limit:
-            slot = self._heuristic.cheapest(self._pool, self._clock)
+            slot = self._heuristic.cheapest(self._pool or self._results, self._clock)
             if slot is None:
                 raise self._too_small(call, need)
             self._evictions += 1
@@ -418,7 +450,7 @@ class Machine:
 
     def _lock(self, storage: _Storage) -> None:
         storage.locks += 1
-        self._withdraw(storage)
+        self._withdraw(self._slots[storage.number])
 
     def _unlock(self, storage: _Storage) -> None:
         storage.locks -= 1
@@ -426,18 +458,21 @@ class Machine:
 
     def _pin(self, storage: _Storage) -> None:
         storage.is_pinned = True
-        self._withdraw(storage)
+        self._withdraw(self._slots[storage.number])
 
     def _offer(self, storage: _Storage) -> None:
         if storage.array is not None and not storage.locks and not storage.is_pinned:
-            self._pool.setdefault(self._slots[storage.number])
+            pool = self._results if storage.is_result else self._pool
+            pool.setdefault(self._slots[storage.number])
 
-    def _withdraw(self, storage: _Storage) -> None:
-        self._pool.pop(self._slots[storage.number], None)
+    def _withdraw(self, slot: int) -> None:
+        """Takes a storage out of what may be evicted."""
+        self._pool.pop(slot, None)
+        self._results.pop(slot, None)
 
     def _evict(self, storage: _Storage) -> None:
         slot = self._slots[storage.number]
-        self._withdraw(storage)
+        self._withdraw(slot)
         storage.array = None
         self._memory -= storage.nbytes
         if self._heuristic.dependents[slot] or storage.call is not None:
@@ -450,7 +485,7 @@ class Machine:
             while self._released:
                 storage = self._released.popleft()
                 slot = self._slots.get(storage.number)
-                if slot in self._pool:
+                if slot in self._pool or slot in self._results:
                     self._releases += 1
                     self._evict(storage)
                 del storage
@@ -459,7 +494,7 @@ class Machine:
                 self._storages.pop(number, None)
                 slot = self._slots.pop(number, None)
                 if slot is not None:
-                    self._pool.pop(slot, None)
+                    self._withdraw(slot)
                     self._heuristic.removed(slot)
                 self._memory -= nbytes
 
@@ -471,7 +506,7 @@ class Machine:
             for weak in self._storages.values()
             if (s := weak()) is not None and s.number in self._slots
         ]
-        pool = [self._at(slot) for slot in self._pool]
+        free = [self._at(slot) for slot in (*self._pool, *self._results)]
         self._accesses_before += self._heuristic.accesses
         self._heuristic: Heuristic = heuristic_named(
             self._named, self._seed + self._accesses_before
@@ -485,7 +520,10 @@ class Machine:
         for storage in alive:
             if storage.array is None and (storage.call is None or storage.call.has_run):
                 self._heuristic.evicted(self._slots[storage.number])
-        self._pool = dict.fromkeys(self._slots[storage.number] for storage in pool)
+        self._pool.clear()
+        self._results.clear()
+        for storage in free:
+            self._offer(storage)
 
     def _note(self, action: Literal["run", "again", "evict"], target: int) -> None:
         if self._moves is None and self._on_move is None:

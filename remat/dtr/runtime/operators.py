@@ -75,7 +75,8 @@ class Operator:
     Attributes:
         name: of the primitive, or of the jitted function.
         run: arrays -> its results, without those that are operands.
-        places: of every result: which of what `run` returns, or `~i` for operand `i` as it is.
+        places: of every result: which of what `run` returns, `~i` for operand `i` as it is, or itself if it is
+            a derivative of integers, which says nothing (float0).
         avals: of what `run` returns.
         out_bytes: of what `run` returns, by result.
         temp_bytes: what XLA needs besides operands and results, while it runs.
@@ -86,7 +87,7 @@ class Operator:
 
     name: str
     run: Callable[..., Sequence[Any]]
-    places: tuple[int, ...]
+    places: tuple[int | np.ndarray, ...]
     avals: tuple[Any, ...]
     out_bytes: tuple[int, ...]
     temp_bytes: int
@@ -171,13 +172,16 @@ def _compile(name: str, function: Callable[..., Sequence[Any]], specs: Sequence[
     )
 
 
-def _places(jaxpr: Any, specs: Sequence[Spec]) -> tuple[tuple[int, ...], list[int]]:
+def _places(jaxpr: Any, specs: Sequence[Spec]) -> tuple[tuple[int | np.ndarray, ...], list[int]]:
     """Where every result is found, and which results have to be computed: not operands, none twice."""
     given = {var: ~i for i, var in enumerate(jaxpr.invars) if specs[i].is_array}
     seen: dict[Any, int] = {}
-    places, kept = [], []
+    places: list[int | np.ndarray] = []
+    kept: list[int] = []
     for i, atom in enumerate(jaxpr.outvars):
-        if compat.is_literal(atom):
+        if atom.aval.dtype == jax.dtypes.float0:
+            places.append(np.zeros(atom.aval.shape, jax.dtypes.float0))
+        elif compat.is_literal(atom):
             places.append(len(kept))
             kept.append(i)
         elif atom in given:
