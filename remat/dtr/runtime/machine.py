@@ -23,7 +23,8 @@ import numpy as np
 from remat import compat
 from remat.core.avals import aval_bytes
 from remat.core.errors import BudgetError, TraceError
-from remat.dtr.heuristics import Heuristic, Scoring, heuristic_named
+from remat.dtr.heuristics import Scoring, heuristic_named
+from remat.dtr.pool import Index, Pool, Scan
 from remat.dtr.runtime.operators import (
     OPERATORS,
     Costs,
@@ -147,16 +148,7 @@ class Machine:
         self._next = 0  # number of the next storage
         self._is_closed = False
         self._accesses_before = 0
-        self._heuristic = heuristic_named(heuristic, seed)
-        self._slots: dict[int, int] = {}  # of the heuristic, by storage
-        self._numbers: list[int] = []  # of storages, by slot
-        # Slots that may be evicted, in the order in which they became so.
-        self._pool: dict[int, None] = {}
-        self._results: dict[
-            int, None
-        ] = {}  # those of results, which are evicted when no other is left
-        self._capacity = _FEWEST_SLOTS
-        self._heuristic.begin(self._capacity)
+        self._tables(_FEWEST_SLOTS)
 
     # --- what jax asks for
 
@@ -241,20 +233,16 @@ class Machine:
     def close(self) -> None:
         """Frees all arrays, whoever still refers to them."""
         self._is_closed = True
-        self._pool.clear()
-        self._results.clear()
-        for weak in list(self._storages.values()):
-            storage = weak()
-            if storage is not None:
-                storage.array, storage.call = None, None
+        for storage in self._alive():
+            storage.array, storage.call = None, None
 
     def evict_all(self) -> None:
         """Evicts what may be evicted, after an operator that did not come to its end."""
         self._settle()
-        for slot in [*self._pool, *self._results]:
-            self._evict(self._at(slot))
-        alive = [storage for weak in self._storages.values() if (storage := weak()) is not None]
-        self._memory = sum(storage.nbytes for storage in alive if storage.array is not None)
+        for storage in self._alive():
+            if self._may_evict(storage):
+                self._evict(storage)
+        self._memory = sum(s.nbytes for s in self._alive() if s.array is not None)
 
     def statistics(self) -> RunStatistics:
         """Returns what happened so far."""
@@ -376,8 +364,8 @@ class Machine:
         self._peak = max(self._peak, self._memory + need)
         arrays = [x.array if isinstance(x, _Storage) else x for x in call.operands]
         if self._costs == "measured":
-            results = operator.timed(arrays)
-            call.cost = operator.measured or 1
+            results, cost = operator.timed(arrays)
+            self._learn(call, cost)
         else:
             results = operator.run(*arrays)
             if self._limit is not None and operator.on_host:
@@ -409,13 +397,24 @@ class Machine:
                     self._access(storage)
         call.has_run = True
 
+    def _learn(self, call: _Call, cost: int) -> None:
+        """A call that ran costs what was measured; in the heuristic's tables, which add up, since it first ran."""
+        if not call.has_run:
+            for weak in call.outputs:
+                storage = weak()
+                if storage is not None:
+                    self._heuristic.made(self._slots[storage.number], 0, cost - call.cost, ())
+            call.cost = cost
+
     # --- memory
 
     def _make_room(self, call: _Call, need: int) -> None:
         if self._limit is None:
             return
         while self._memory + need > self._limit:
-            slot = self._heuristic.cheapest(self._pool or self._results, self._clock)
+            slot = self._pool.cheapest(self._clock)
+            if slot is None:
+                slot = self._results.cheapest(self._clock)
             if slot is None:
                 raise self._too_small(call, need)
             self._evictions += 1
@@ -463,12 +462,16 @@ class Machine:
     def _offer(self, storage: _Storage) -> None:
         if storage.array is not None and not storage.locks and not storage.is_pinned:
             pool = self._results if storage.is_result else self._pool
-            pool.setdefault(self._slots[storage.number])
+            pool.add(self._slots[storage.number])
+
+    def _may_evict(self, storage: _Storage) -> bool:
+        slot = self._slots.get(storage.number, -1)
+        return slot in self._pool or slot in self._results
 
     def _withdraw(self, slot: int) -> None:
         """Takes a storage out of what may be evicted."""
-        self._pool.pop(slot, None)
-        self._results.pop(slot, None)
+        self._pool.discard(slot)
+        self._results.discard(slot)
 
     def _evict(self, storage: _Storage) -> None:
         slot = self._slots[storage.number]
@@ -484,8 +487,7 @@ class Machine:
         while self._released or self._dead:
             while self._released:
                 storage = self._released.popleft()
-                slot = self._slots.get(storage.number)
-                if slot in self._pool or slot in self._results:
+                if self._may_evict(storage):
                     self._releases += 1
                     self._evict(storage)
                 del storage
@@ -498,31 +500,38 @@ class Machine:
                     self._heuristic.removed(slot)
                 self._memory -= nbytes
 
+    def _tables(self, count: int) -> None:
+        """Begins with empty tables of the heuristic, for `count` storages."""
+        self._capacity = count
+        self._slots: dict[int, int] = {}  # of the heuristic, by storage
+        self._numbers: list[int] = []  # of storages, by slot
+        self._heuristic = heuristic_named(self._named, self._seed + self._next)
+        self._heuristic.begin(count)
+        kind = Scan if self._heuristic.scoring.is_random else Index
+        # What may be evicted, by slot; results are evicted when no other is left.
+        self._pool: Pool = kind(self._heuristic)
+        self._results: Pool = kind(self._heuristic)
+        self._heuristic.notify = self._lower
+
+    def _lower(self, slot: int) -> None:
+        self._pool.lower(slot)
+        self._results.lower(slot)
+
+    def _alive(self) -> list[_Storage]:
+        return [s for weak in list(self._storages.values()) if (s := weak()) is not None]
+
     def _renumber(self) -> None:
         """Gives the heuristic larger tables, without what is gone."""
         self._settle()
-        alive = [
-            s
-            for weak in self._storages.values()
-            if (s := weak()) is not None and s.number in self._slots
-        ]
-        free = [self._at(slot) for slot in (*self._pool, *self._results)]
+        alive = [storage for storage in self._alive() if storage.number in self._slots]
         self._accesses_before += self._heuristic.accesses
-        self._heuristic: Heuristic = heuristic_named(
-            self._named, self._seed + self._accesses_before
-        )
-        self._capacity = max(_FEWEST_SLOTS, 2 * len(alive))
-        self._heuristic.begin(self._capacity)
-        self._slots, self._numbers = {}, []
+        self._tables(max(_FEWEST_SLOTS, 2 * len(alive)))
         for storage in alive:
             self._enter(storage, storage.call.inputs() if storage.call is not None else ())
             self._heuristic.accessed(self._slots[storage.number], storage.accessed)
         for storage in alive:
             if storage.array is None and (storage.call is None or storage.call.has_run):
                 self._heuristic.evicted(self._slots[storage.number])
-        self._pool.clear()
-        self._results.clear()
-        for storage in free:
             self._offer(storage)
 
     def _note(self, action: Literal["run", "again", "evict"], target: int) -> None:
