@@ -159,6 +159,9 @@ class _Backward:
         self.ordered = self.stages.ordered
         self.explicit = self.stages.explicit
         self.ready: set[int] = set()  # forward values that are there
+        self.lasting = set(self.fixed)  # what is never forgotten
+        self.fresh: set[int] = set()  # made again in the last stage
+        self.cheap: dict[int, bool] = {}  # whether to forget a value between stages
         self.steps: list[Step] = []
         self.since = 0  # where the stage before begins
 
@@ -194,21 +197,26 @@ class _Backward:
         self._require(op.inputs, body)
         body.append(Step("compute", op.id))
         self.ready.update(op.outputs)
+        self.fresh.update(op.outputs)
+        if not op.fusible:
+            self.lasting.update(op.outputs)
         for value in op.outputs:
             if _through_bits(self.graph, value):
                 body += [Step("encode", value), Step("decode", value)]
 
     def _forget(self, limit: int) -> None:
-        """Between stages drop what is cheap to compute again, so that it is not kept alive."""
-        fixed = {v for v in self.ready if not self._cheap(v)} | self.saved | self.sources
-        for value in sorted(self.ready - fixed):
-            redo = closure(self.graph, (value,), fixed, limit)
-            if len(redo) <= limit and all(self.graph.ops[op].fusible for op in redo):
-                self.ready.discard(value)
+        """Between stages drop what is cheap to compute again, so that it is not kept alive.
 
-    def _cheap(self, value: int) -> bool:
-        producer = self.graph.values[value].producer
-        return producer is None or self.graph.ops[producer].fusible
+        What does not fuse is never dropped, and is there for every value that was made of it. So how many
+        operators make a value again is the same after every stage, and is counted once.
+        """
+        for value in self.fresh - self.lasting:
+            if value not in self.cheap:
+                redo = closure(self.graph, (value,), self.lasting, limit)
+                self.cheap[value] = len(redo) <= limit
+            if self.cheap[value]:
+                self.ready.discard(value)
+        self.fresh.clear()
 
     def _require(self, values: Iterable[int], body: list[Step]) -> None:
         forward = self.graph.forward_values
