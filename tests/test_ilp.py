@@ -141,7 +141,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (ilp_module, "search"),
         (ilp_module, "solve_restricted"),
         (within_module, "search"),
-        (within_module, "solve_chain"),
+        (within_module, "_prepared_chain"),
         (within_module, "cut_bound"),
     ):
         monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
@@ -169,8 +169,8 @@ def test_checkmate_begins_where_ilp_does(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("method", "runs", "never"),
     [
-        ("starts", set(), {"search", "solve_restricted", "solve_chain"}),
-        ("search", {"search", "solve_chain"}, {"solve_restricted"}),
+        ("starts", set(), {"search", "solve_restricted", "_prepared_chain"}),
+        ("search", {"search", "_prepared_chain"}, {"solve_restricted"}),
         ("exact", {"search", "solve_restricted"}, set()),
         ("auto", {"search", "solve_restricted"}, set()),
     ],

@@ -259,7 +259,7 @@ def test_a_policy_on_its_own_does_not_go_on() -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("remat.policies.buffers.within.solve_chain", pressed)
+        patch.setattr("remat.policies.buffers.within._prepared_chain", pressed)
         policy = Ilp(method="search", effort=1)
         policy.decide_within(
             graph, int(0.6 * remat.policies.ilp.peak_of_order(policy._condensed(graph).problem))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from remat.policies.buffers.condense import Condensed
 from remat.policies.buffers.saved_cut import CutRules, saved_cuts
 from remat.policies.exact.cut import CutBound, cut_bound, once_each
 from remat.policies.exact.milp import Covers, Solved
-from remat.policies.solvers.chain.solve import prepare_chain, solve_chain
+from remat.policies.solvers.chain.solve import PreparedChain, prepare_chain
 from remat.policies.solvers.on_demand import sequence_of_saved
 from remat.policies.solvers.problem import Problem, Replayed, replay
 from remat.policies.solvers.search import is_compilable, is_ready, search
@@ -55,7 +56,13 @@ TOLERANCE = 0.002
 _SEARCH_SHARE = 0.5
 _LONG_SECONDS = 120.0
 _FINE = 0.02  # share of a peak to which the smallest one of a chain is sought: so much it can be above it
-_CHAIN_LIMIT = 2500  # nodes; the dynamic program across blocks takes minutes beyond, on the 2 cores of that file
+_CHAIN_LIMIT = (
+    2500  # nodes that differ; the dynamic program across blocks takes minutes beyond, on 2 cores
+)
+# Stages of the chain of a larger graph, whose layers are many and equal: the table grows with their cube. By look: of
+# 96 blocks at 0.7, 0.5 and 0.3 forms of 5 to 17 stages were the cheapest, and those of 50 and 100 took most of the
+# time.
+_LARGE_STAGES = 40
 # What to start from. Cuts at `MinCut`'s own price of memory and at a larger one, and Chen's recursion with 8, 4 and
 # 2 parts per level (7, 3 and 1 cuts), which is coarse to fine; by look: all are offered, so more of them cost only
 # time.
@@ -143,30 +150,72 @@ class Pool:
         """
         if ended():
             return ()
+        if len(self.problem) > _CHAIN_LIMIT:
+            different = self._chain(name)
+            if different:
+                return self._improve_layers(name, proven, effort, different, tolerance, thorough)
         notes = [self._search(name, effort // _QUICK, 0)]
         if not thorough and self.within(proven, tolerance):
             return tuple(notes)
         if len(self.problem) <= _CHAIN_LIMIT and not ended():
-            say(f"{name}: dynamic program across blocks, from {self.extra}")
-            keyboard = Keyboard()
-            with keyboard.caught():  # it has nothing to show before it is done
-                chain = solve_chain(self.problem, self.budget_bytes, stop=ended)
-                if chain is not None:
-                    self.offer("chain", chain.sequence)
-            if keyboard.pressed and not interrupted():  # nobody else knows of it
-                raise KeyboardInterrupt
+            self._chain(name)
         if not ended():
             notes.append(self._search(name, effort, 1))
         return tuple(notes)
 
-    def _search(self, name: str, effort: int, seed: int) -> str:
+    def _improve_layers(
+        self,
+        name: str,
+        proven: float,
+        effort: int,
+        different: int,
+        tolerance: float,
+        thorough: bool,
+    ) -> tuple[str, ...]:
+        """Improves a plan of many equal layers, which the dynamic program has planned once.
+
+        The search works on from there: `effort` proposals per node of the layers that differ, in parts, as long as
+        they would get within the tolerance at the rate of the last one.
+        """
+        notes: list[str] = []
+        for part in range(_QUICK):
+            if ended() or (part > 1 and not is_ready()):  # by the clock, as `improve`
+                break
+            before = math.inf if self.best is None else self.best.replayed.extra_cost
+            notes.append(self._search(name, effort // _QUICK, part, different))
+            if thorough:
+                continue
+            if self.within(proven, tolerance):
+                break
+            after = math.inf if self.best is None else self.best.replayed.extra_cost
+            missing = after - proven - tolerance * (self.problem.total_cost + proven)
+            if part and after < math.inf and (before - after) * (_QUICK - part - 1) < missing:
+                break
+        return tuple(notes)
+
+    def _chain(self, name: str) -> int:
+        """Offers what the dynamic program across blocks finds; returns how many nodes differ, 0 without a chain."""
+        say(f"{name}: dynamic program across blocks, from {self.extra}")
+        keyboard = Keyboard()
+        prepared = None
+        with keyboard.caught():  # it has nothing to show before it is done
+            prepared = _prepared_chain(self.problem)
+            chain = None if prepared is None else prepared.solve(self.budget_bytes, stop=ended)
+            if chain is not None:
+                self.offer("chain", chain.sequence)
+        if keyboard.pressed and not interrupted():  # nobody else knows of it
+            raise KeyboardInterrupt
+        return 0 if prepared is None else prepared.different_nodes
+
+    def _search(self, name: str, effort: int, seed: int, nodes: int | None = None) -> str:
         compiled = is_ready()
         say(f"{name}: local search, from {self.extra}")
+        nodes = len(self.problem) if nodes is None else nodes
         found = search(
             self.problem,
             self.budget_bytes,
             start=self.start,
-            proposals=max(1, effort) * len(self.problem) if compiled else None,
+            proposals=max(1, effort) * nodes if compiled else None,
             seconds=_SEARCH_SHARE * min(seconds_left(), _LONG_SECONDS),
             seed=seed,
             compiled=compiled if is_compilable() else None,  # which warns
@@ -206,6 +255,22 @@ class Pool:
         return found.sequence if found else None
 
 
+def _prepared_chain(problem: Problem) -> PreparedChain | None:
+    """The chain in a problem, measured once for all budgets; None if it has none, or the time was up."""
+    key = "prepared chain"
+    if key not in problem.memo:
+        large = len(problem) > _CHAIN_LIMIT
+        prepared = (
+            prepare_chain(problem, max_stages=_LARGE_STAGES, max_nodes=_CHAIN_LIMIT, stop=ended)
+            if large
+            else prepare_chain(problem, stop=ended)
+        )
+        if ended():  # it may lack forms
+            return prepared
+        problem.memo[key] = prepared
+    return problem.memo[key]
+
+
 def _by_cost(found: Candidate) -> tuple[float, int]:
     return (found.replayed.extra_cost, found.replayed.peak_bytes)
 
@@ -229,12 +294,18 @@ def starts(condensed: Condensed, *, frugal: bool = False) -> Iterator[tuple[str,
         return
     seen: set[frozenset[int]] = set()
     for heavy in ("ban", "batched", "roofline"):
-        for saved in saved_cuts(condensed.graph, CutRules(heavy=heavy), _MEMORY_WEIGHTS):
+        key = ("saved cuts", heavy)
+        if key not in problem.memo:
+            rules = CutRules(heavy=heavy)
+            problem.memo[key] = tuple(saved_cuts(condensed.graph, rules, _MEMORY_WEIGHTS))
+        for saved in problem.memo[key]:
             nodes = condensed.forward_nodes(saved)
             if nodes not in seen:
                 seen.add(nodes)
                 yield f"min_cut {heavy}", sequence_of_saved(problem, nodes)
-    yield "segments", grid_search(problem).sequence
+    if "segments" not in problem.memo:
+        problem.memo["segments"] = grid_search(problem).sequence
+    yield "segments", problem.memo["segments"]
 
 
 def smallest_known(condensed: Condensed) -> Decision:
@@ -248,7 +319,7 @@ def smallest_known(condensed: Condensed) -> Decision:
     while k < problem.turn and not ended():
         pool.offer(f"sqrt k={k}", sqrt_segments(problem, k).sequence)
         k = max(k + 1, round(k * _MORE_SEGMENTS))
-    prepared = prepare_chain(problem, stop=ended) if len(problem) <= _CHAIN_LIMIT else None
+    prepared = _prepared_chain(problem) if len(problem) <= _CHAIN_LIMIT else None
     assert pool.smallest is not None
     low, high = problem.floor_bytes, pool.smallest.replayed.peak_bytes
     while prepared is not None and low < high and not ended():

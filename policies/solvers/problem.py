@@ -14,9 +14,10 @@ node once per time it is computed. Sequences are judged by `replay`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,11 @@ class Problem:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What was computed of this problem, by a key of whoever did: it lives as long."""
+        return {}
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

@@ -167,6 +167,12 @@ class _Cuts:
         last = np.where(self.light, -1, self.last_backward)
         behind = np.maximum.accumulate(last[::-1])[::-1] + 1
         self.earliest[:turn] = np.maximum(behind, turn)
+        # Heavy values that forward nodes read across every position.
+        self.crossing = np.zeros(turn + 2, np.int64)
+        heavy = np.flatnonzero(~self.light & (self.last_forward >= 0))
+        np.add.at(self.crossing, heavy + 1, 1)
+        np.add.at(self.crossing, self.last_forward[heavy] + 1, -1)
+        self.crossing = np.cumsum(self.crossing)
 
     def chosen(self) -> list[_Cut]:
         """The cuts of the chain, first stage first; their backward positions descend."""
@@ -184,6 +190,8 @@ class _Cuts:
 
     def at(self, position: int) -> _Cut | None:
         """The cut before a forward node, if there is one."""
+        if self.crossing[position] > 1:
+            return None
         backward = int(self.earliest[position])
         crosses = self.last_forward[:position] >= position
         crosses |= self.first_backward[:position] < backward

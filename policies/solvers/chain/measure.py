@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from remat.policies.solvers.chain.schedule import ChainStage, StageOption
 from remat.policies.solvers.on_demand import Emitter
 from remat.policies.solvers.problem import Problem
 
-__all__ = ["measured", "stages_of"]
+__all__ = ["Kinds", "measured", "stage_kinds", "stages_of"]
 
 # Both bound the time that measuring takes, by leaving options out; the plan of those left is exact. Chosen by look.
 _LEAN_LIMIT = 4  # runs of a stage's nodes, on average, above which a lean option is not considered
@@ -46,17 +47,44 @@ def measured(
     """As `stages_of`; `stop` is asked before every stage, True ends without a result, None."""
     if max_options < 2:
         raise PolicyError(f"stages_of(max_options={max_options}): expected at least 2")
-    known: dict[object, ChainStage] = {}
-    stages: list[ChainStage] = []
-    for index in range(len(chain.segments)):
+    kinds = stage_kinds(chain)
+    known: dict[int, ChainStage] = {}
+    for kind, index in enumerate(kinds.first):
         if stop is not None and stop():
             return None
-        measure = _Measure(chain, index)
-        key = measure.key()
+        known[kind] = _Measure(chain, index).stage(max_options)
+    return tuple(known[kind] for kind in kinds.of)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which stages of a chain are equal up to their position.
+
+    Attributes:
+        of: for every stage its kind.
+        first: for every kind the first stage of it.
+        nodes: of one stage of every kind, all together.
+    """
+
+    of: tuple[int, ...]
+    first: tuple[int, ...]
+    nodes: int
+
+
+def stage_kinds(chain: Chain) -> Kinds:
+    """Returns which stages of a chain are equal; linear in its nodes."""
+    known: dict[object, int] = {}
+    first: list[int] = []
+    of: list[int] = []
+    for index in range(len(chain.segments)):
+        key = _Measure(chain, index).key()
         if key not in known:
-            known[key] = measure.stage(max_options)
-        stages.append(known[key])
-    return tuple(stages)
+            known[key] = len(known)
+            first.append(index)
+        of.append(known[key])
+    segments = (chain.segments[index] for index in first)
+    nodes = sum(len(segment.forward) + len(segment.backward) for segment in segments)
+    return Kinds(tuple(of), tuple(first), nodes)
 
 
 class _Measure:

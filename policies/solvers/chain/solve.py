@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from remat.core.errors import PolicyError
 from remat.policies.solvers.chain.find import Chain, Segment, chain_of
-from remat.policies.solvers.chain.measure import measured
+from remat.policies.solvers.chain.measure import measured, stage_kinds
 from remat.policies.solvers.chain.program import SLOTS, solve_stages
 from remat.policies.solvers.chain.revolve import revolve_schedule
 from remat.policies.solvers.chain.schedule import ChainStage
@@ -92,12 +93,14 @@ def prepare_chain(
     chain: Chain | None = None,
     max_stages: int = _MAX_STAGES,
     max_options: int = _MAX_OPTIONS,
+    max_nodes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> PreparedChain | None:
     """Does what `solve_chain` does before it looks at the budget; for several budgets do it once.
 
     Args:
         problem, chain, max_stages, max_options, stop: see `solve_chain`.
+        max_nodes: forms of the chain whose different stages have more nodes are left out; equal ones count once.
 
     Returns:
         `None` if the problem has no chain.
@@ -122,6 +125,8 @@ def prepare_chain(
         forms = [form for one in dict.fromkeys(chains) for form in _forms(one, max_stages)]
     known: list[tuple[Chain, tuple[ChainStage, ...]]] = []
     for form in forms:
+        if max_nodes is not None and stage_kinds(form).nodes > max_nodes:
+            continue
         stages = measured(form, max_options, stop)
         if stages is None:
             break
@@ -134,6 +139,11 @@ class PreparedChain:
     """A chain cut finely and coarsely, with the measured stages of every form."""
 
     forms: tuple[tuple[Chain, tuple[ChainStage, ...]], ...]
+
+    @cached_property
+    def different_nodes(self) -> int:
+        """Nodes of the stages that differ, in the form in which these are fewest; 0 without any form."""
+        return min((stage_kinds(form).nodes for form, _ in self.forms), default=0)
 
     def solve(
         self, budget_bytes: int, *, slots: int = SLOTS, stop: Callable[[], bool] | None = None
