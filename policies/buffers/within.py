@@ -56,13 +56,11 @@ TOLERANCE = 0.002
 _SEARCH_SHARE = 0.5
 _LONG_SECONDS = 120.0
 _FINE = 0.02  # share of a peak to which the smallest one of a chain is sought: so much it can be above it
-_CHAIN_LIMIT = (
-    2500  # nodes that differ; the dynamic program across blocks takes minutes beyond, on 2 cores
-)
-# Stages of the chain of a larger graph, whose layers are many and equal: the table grows with their cube. By look: of
-# 96 blocks at 0.7, 0.5 and 0.3 forms of 5 to 17 stages were the cheapest, and those of 50 and 100 took most of the
+_CHAIN_LIMIT = 2500  # nodes that differ; the dynamic program across blocks takes minutes beyond
+# Stages of the chain of a larger graph, whose layers are many and equal: the table grows with their cube. By look:
+# of 96 blocks at 0.7, 0.5 and 0.3 forms of 5 to 17 stages were the cheapest; those of 50 and 100 took most of the
 # time.
-_LARGE_STAGES = 40
+_LARGE_STAGES = 32
 # What to start from. Cuts at `MinCut`'s own price of memory and at a larger one, and Chen's recursion with 8, 4 and
 # 2 parts per level (7, 3 and 1 cuts), which is coarse to fine; by look: all are offered, so more of them cost only
 # time.
