@@ -24,6 +24,7 @@ ROOMS: tuple[str, ...] = (
     "plans.words",
     "plans",
     "plans.diff",
+    "plans.explain",
     "memory",
     "policies.base",
     "policies.solvers",

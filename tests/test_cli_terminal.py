@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,6 +17,7 @@ from rich.console import Console
 from remat.core.interrupt import BestSoFar
 from remat.tools.cli import main
 from remat.tools.terminal import progress as progress_module
+from remat.tools.terminal.completion import SHELLS
 from remat.tools.terminal.progress import Progress
 from remat.tools.terminal.screen import Column, Screen
 
@@ -172,3 +176,28 @@ def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert re.fullmatch(r"remat \d+\.\d+\.\d+ \(jax \S+, Python \S+\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_every_command_and_flag(
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in ("plan", "why", "compare", "pareto", "fit", "diff", "doctor", "completion"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        for flag in re.findall(r"--[a-z-]+", capsys.readouterr().out):
+            assert (flag if shell != "fish" else f"-l {flag[2:]}") in script, flag
+    for word in ("min_cut", "h200"):
+        assert word in script
+    program = shutil.which(shell)
+    if program is None:
+        return
+    file = tmp_path / "script"
+    file.write_text(script)
+    assert subprocess.run([program, "-n", str(file)], capture_output=True).returncode == 0
+    if shell == "bash":
+        code = f"source {file}; COMP_WORDS=(remat plan x --policy min_c); COMP_CWORD=4; _remat; echo $COMPREPLY"
+        done = subprocess.run([program, "-c", code], capture_output=True, text=True)
+        assert done.stdout == "min_cut\n"

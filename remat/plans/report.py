@@ -35,6 +35,7 @@ __all__ = [
     "human_bytes",
     "human_flops",
     "human_seconds",
+    "makers",
     "numberless_scope",
     "short_scope",
     "short_source",
@@ -224,7 +225,7 @@ def _otherwise(plan: PlanRecord, group: Sequence[Saved]) -> str:
     kept = frozenset(entry.value for entry in plan.saved)
     flops, seconds = 0, 0.0
     for entry in group:
-        for op in _makers(graph, entry.value, kept):
+        for op in makers(graph, entry.value, kept):
             if not op.recomputable:
                 return ""  # then `why` says so
             flops += op.flops
@@ -232,8 +233,8 @@ def _otherwise(plan: PlanRecord, group: Sequence[Saved]) -> str:
     return f"; made again it would cost {human_flops(flops)}, {human_seconds(seconds)}"
 
 
-def _makers(graph: Graph, value: int, kept: frozenset[int]) -> list[Op]:
-    """The operators that make a value from what is kept beside it and from arguments."""
+def makers(graph: Graph, value: int, kept: frozenset[int]) -> list[Op]:
+    """Returns the operators that make a value from what is kept beside it and from arguments."""
     found: dict[int, Op] = {}
     todo = [value]
     while todo:

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Sequence
 
-from remat.tools.commands import compare, diff, dtr, fit, pareto, plan
+from remat.tools.commands import compare, completion, diff, doctor, dtr, fit, pareto, plan, why
 from remat.tools.terminal import messages
+from remat.tools.terminal.attached import keep_to_cpu
 
 __all__ = ["main"]
 
-_COMMANDS = (plan, compare, pareto, fit, diff, dtr)
+_COMMANDS = (plan, why, compare, pareto, fit, diff, dtr, doctor, completion)
 """In the order of the help; each has `register`, which adds it to argparse's subparsers with `run` as default."""
-
-_DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")  # dxg: WSL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         if options.needs_jax:
-            _prepare_jax()
+            keep_to_cpu()
         code = options.run(options)
         sys.stdout.flush()
         return code
@@ -63,36 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return messages.complain(error, verbose=options.verbose)
 
 
-def _prepare_jax() -> None:
-    """Keeps jax to the CPU where its CUDA plugin is installed but there is no NVIDIA GPU.
-
-    jax would warn, on stderr and once per backend, that it found the plugin but no device. The plugin is
-    there on purpose: it is what `--device h200` compiles with. Importing `remat` has imported jax, which
-    reads JAX_PLATFORMS while it is imported, so the variable alone (for child processes) is not enough.
-    A choice of the user's, a TPU, and any machine without the plugin are left alone.
-    """
-    names = ("xla_cuda13", "xla_cuda12")
-    has_plugin = any(_is_installed(f"jax_plugins.{name}") for name in names)
-    has_device = any(map(os.path.exists, _DEVICE_FILES)) or _is_installed("libtpu")
-    if not has_plugin or has_device or "JAX_PLATFORMS" in os.environ:
-        return
-    import jax
-
-    if jax.config.jax_platforms is None:  # type: ignore[attr-defined]
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        jax.config.update("jax_platforms", "cpu")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its parent package
-        return False
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = messages.Parser(prog="remat", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--version", action="version", version=_versions())
+    parser.set_defaults(root=parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.register(commands)
