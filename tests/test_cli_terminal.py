@@ -184,7 +184,17 @@ def test_completion_knows_every_command_and_flag(
 ) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for command in ("plan", "why", "compare", "pareto", "fit", "diff", "doctor", "completion"):
+    for command in (
+        "plan",
+        "why",
+        "compare",
+        "pareto",
+        "fit",
+        "diff",
+        "dtr",
+        "doctor",
+        "completion",
+    ):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         for flag in re.findall(r"--[a-z-]+", capsys.readouterr().out):

@@ -145,7 +145,7 @@ def test_flags_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str])
         if "all" in where.split():
             named = commands - named
         if "TARGET" in where:
-            named = {"plan", "why", "compare", "pareto", "fit"}
+            named = {"plan", "why", "compare", "pareto", "fit", "dtr"}
         rows[flag] = rows.get(flag, set()) | named
     with pytest.raises(SystemExit):
         main(["--help"])
