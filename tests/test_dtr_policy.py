@@ -219,7 +219,7 @@ def test_decisions_fit_and_are_never_below_the_optimum(name: str, eviction: Any)
             assert smallest is not None and smallest >= max(budget + 1, least_peak(problem))
             budget, decision = smallest, policy.decide_within(graph, smallest)
         found = replay(problem, sequence_of(condensed, decision))
-        assert found.peak_bytes == decision.buffer_peak_bytes <= budget
+        assert decision.buffer_peak_bytes == found.peak_bytes <= budget
         assert found.extra_cost >= (1 - 1e-9) * least_extra_cost(problem, budget)
         assert (decision.status, decision.certificate) == ("heuristic", None)
         recomputing += found.extra_cost > 0
