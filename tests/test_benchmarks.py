@@ -23,6 +23,7 @@ from benchmarks import (
     coarsening,
     compiled,
     depth,
+    dtr_policy,
     encodings,
     gpu,
     gpu_cases,
@@ -128,6 +129,11 @@ CHECKS: dict[str, tuple[Callable[[list[Any]], list[str]], list[Any], list[dict[s
     ),
     "coarsening": (coarsening.problems_of, [COARSENED], [{"best_seconds": 0.98}]),
     "planning": (planning.problems_of, [LAYERS_52], [{"echo_seconds": 0.41}]),
+    "dtr_policy": (
+        dtr_policy.violations,
+        [dtr_policy.Planned("m", "dtr", 0.5, "c", 9, budget_bytes=100, predicted_bytes=100)],
+        [{"predicted_bytes": 101}, {"invalid": "reads what is not there"}],
+    ),
     "ablation": (
         ablation.violations,
         [NO_CHOICE, EXACT],  # 0.2 % are allowed
@@ -316,6 +322,24 @@ def test_coarsening_of_a_small_graph() -> None:
     assert row.tried > 0 and row.fused > 0
     assert 0 < row.best_seconds <= row.seconds and 0 <= row.gain < coarsening.MAX_GAIN
     assert coarsening.problems_of([row]) == []
+
+
+def test_dtr_beside_the_planners_on_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtr_policy, "MODELS", {"tiny": tiny})
+    path = tmp_path / "dtr.json"
+    command = ["--no-compile", "--budgets", "0.5", "--seconds", "5", "--resume", str(path)]
+    assert dtr_policy.main([*command, "--check"]) == 0
+    rows = budgets.read_rows(path, dtr_policy.Planned)
+    assert [row.policy for row in rows] == ["none", *dtr_policy.Settings().policies]
+    found = {row.policy: row for row in rows if row.error is None}
+    assert found["none"].overhead == 0 and found["none"].temp_bytes is None
+    assert found["dtr"].predicted_bytes <= 0.5 * found["none"].predicted_bytes
+    assert found["dtr"].overhead >= found["ilp"].overhead > 0
+    monkeypatch.setattr(dtr_policy, "measure", never)
+    assert dtr_policy.main(command) == 0
+    assert budgets.read_rows(path, dtr_policy.Planned) == rows
 
 
 def test_ablation_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
