@@ -113,9 +113,9 @@ class Dtr(BudgetPolicy):
         for limit_bytes in simulations.limits_bytes:
             if ended() or (pool.best is not None and limit_bytes < _BELOW * pool.budget_bytes):
                 return
-            made = simulations.within(limit_bytes)
-            if made.sequence is not None:
-                pool.offer(f"{self.heuristic} within {limit_bytes:,} bytes", made.sequence)
+            sequence = simulations.within(limit_bytes)
+            if sequence is not None:
+                pool.offer(f"{self.heuristic} within {limit_bytes:,} bytes", sequence)
 
     def _simulations(self, condensed: Condensed) -> Simulations:
         """Those of this graph: a planning asks for several budgets."""

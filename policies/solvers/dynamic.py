@@ -17,14 +17,14 @@ So a sequence may peak above the limit, which `replay` says, or below it: DTR ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from remat.dtr.heuristics import Scoring
 from remat.dtr.log import Call, Event, Log, Release
 from remat.dtr.simulator import Eviction, Run, simulate
 from remat.policies.solvers.problem import Problem
 
-__all__ = ["STEP", "Rules", "Simulated", "Simulations", "log_of", "sequence_of_run"]
+__all__ = ["STEP", "Rules", "Simulations", "log_of", "sequence_of_run"]
 
 STEP = 0.98
 """From one limit to the next: so much of a budget may be given away, as `remat.planning.numbers.SLACK` allows."""
@@ -108,19 +108,6 @@ def sequence_of_run(problem: Problem, run: Run) -> tuple[int, ...]:
     return tuple(reversed(kept))
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """A problem simulated within a limit.
-
-    Attributes:
-        run: of the simulator, without its trace.
-        sequence: what it computed, as a sequence; None unless the run came to its end.
-    """
-
-    run: Run
-    sequence: tuple[int, ...] | None
-
-
 class Simulations:
     """One problem simulated within several limits, each once.
 
@@ -138,10 +125,13 @@ class Simulations:
         while self.limits_bytes[-1] > max(problem.floor_bytes, 1):
             below = min(int(STEP * self.limits_bytes[-1]), self.limits_bytes[-1] - 1)
             self.limits_bytes.append(max(below, problem.floor_bytes, 1))
-        self._made: dict[int, Simulated] = {}
+        self._made: dict[int, tuple[int, ...] | None] = {}
 
-    def within(self, limit_bytes: int) -> Simulated:
-        """Returns what comes of a limit. Complexity: that of the heuristic, see `remat.dtr.heuristics`."""
+    def within(self, limit_bytes: int) -> tuple[int, ...] | None:
+        """Returns the sequence that comes of a limit; None if the run did not come to its end.
+
+        Complexity: that of the heuristic, see `remat.dtr.heuristics`.
+        """
         if limit_bytes not in self._made:
             rules = self.rules
             run = simulate(
@@ -154,5 +144,5 @@ class Simulations:
                 trace=True,
             )
             sequence = sequence_of_run(self.problem, run) if run.status == "ok" else None
-            self._made[limit_bytes] = Simulated(replace(run, trace=()), sequence)
+            self._made[limit_bytes] = sequence
         return self._made[limit_bytes]
