@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat
+from benchmarks import planning as planning_benchmark
 from models import mlp
 from remat.lower import pipeline as pipeline_module
 from remat.planning import make as make_module
@@ -138,3 +140,19 @@ def test_schedules_look_at_a_value_once(monkeypatch: pytest.MonkeyPatch) -> None
             build_schedule(graph, graph.sources)
         walks.append(calls["closure"])
     assert walks[1] <= 2.2 * walks[0]
+
+
+def test_the_benchmark_splits_a_planning_into_its_phases() -> None:
+    """Two traces (the function, then its derivative), and no second counts twice."""
+    loss, args = mlp.residual_mlp(layers=2, width=16, hidden=32, batch=8)
+    phases = planning_benchmark.Phases()
+    start = time.process_time()
+    with phases.measured():
+        remat.plan(loss, *args, remat_policy="min_cut", budget=0.9, confirm=False)
+    whole = time.process_time() - start
+    assert phases.calls["trace"] == 2
+    assert phases.calls["schedule"] >= 2  # a schedule, and its replay
+    assert phases.calls["predict"] >= 2
+    assert set(phases.calls) <= set(planning_benchmark.PHASES)
+    assert 0 < sum(phases.seconds.values()) <= whole
+    assert pipeline_module.trace_joint.__module__ == "remat.trace.joint"  # as it was

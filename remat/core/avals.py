@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,7 @@ def aval_bytes(aval: Any) -> int:
     return (aval_size(aval) * _dtype_bits(getattr(aval, "dtype", None)) + 7) // 8
 
 
+@lru_cache(maxsize=256)  # numpy spells the name of a dtype anew whenever it is asked
 def _dtype_bits(dtype: Any) -> int:
     name = _dtype_name(dtype)
     if name in _PACKED_BITS:
@@ -48,6 +50,7 @@ def _dtype_bits(dtype: Any) -> int:
     return 8 * int(getattr(dtype, "itemsize", 0))
 
 
+@lru_cache(maxsize=256)
 def _dtype_name(dtype: Any) -> str:
     return getattr(dtype, "name", None) or str(dtype)
 
