@@ -114,6 +114,12 @@ class Node:
     again: bool = False
     trips: int = 0
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is part of the backward pass."""
+        ours = self.again or self.kind in ("barrier", "unpack")
+        return ours or (self.op is not None and self.op.phase == "backward")
+
 
 @dataclass(slots=True)
 class Instance:

@@ -10,24 +10,30 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of
 from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
 
-__all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy"]
+__all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy", "occupy_by"]
 
 
 @dataclass(slots=True)
 class Range:
-    """When a buffer is there: from position `start` to position `end` of an order of kernels, both included."""
+    """When a buffer is there: from position `start` to position `end` of an order of kernels, both included.
+
+    Attributes:
+        index: the instance that it holds, or that the kernel makes which needs it.
+        is_scratch: whether it is a copy, or what a library works in.
+    """
 
     index: int
     nbytes: int
     start: int
     end: int
+    is_scratch: bool = False
 
     def covers(self, at: int) -> bool:
         """Whether the buffer is there at a position."""
@@ -97,10 +103,14 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
         if i not in execution.sources
     ]
     ranges += [
-        Range(i, instances[i].nbytes, at, max(till, end[i]) if i in execution.slices else till)
+        Range(
+            i, instances[i].nbytes, at, max(till, end[i]) if i in execution.slices else till, True
+        )
         for i, (at, till) in copied.items()
     ]
-    ranges += [Range(*k.workspace, i, i) for i, k in enumerate(order) if k.workspace is not None]
+    ranges += [
+        Range(*k.workspace, i, i, True) for i, k in enumerate(order) if k.workspace is not None
+    ]
     kept = written - execution.copied
     return Layout(order, [r for r in ranges if r.nbytes and r.index not in kept], results)
 
@@ -111,9 +121,9 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
     places = set() if execution.in_loop else _in_results(ranges, layout.results)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = _changes(outside, len(order))
-    for start, nbytes in _overwritten(execution, order, outside):
-        change[start] -= nbytes
-        change[start + 1] += nbytes
+    for found in _overwritten(execution, order, outside):
+        change[found.start] -= found.nbytes
+        change[found.start + 1] += found.nbytes
     peak, at, alive = 0, -1, 0
     in_loops = elsewhere = 0
     totals: list[int] = []
@@ -137,6 +147,33 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
         alive=[r for r in outside if r.covers(at)],
         in_results=[ranges[i] for i in sorted(places) if ranges[i].covers(at)],
     )
+
+
+def occupy_by(
+    execution: Execution, layout: Layout, group: Callable[[Range], int], groups: int
+) -> list[list[int]]:
+    """Returns the totals of `occupy` in parts, without what the bodies of loops need.
+
+    What is written in place counts for the group of the operand until the kernel is done.
+
+    Args:
+        execution, layout: as for `occupy`.
+        group: of a buffer, the number of its group.
+        groups: how many there are.
+    """
+    order, ranges = layout.order, layout.ranges
+    places = set() if execution.in_loop else _in_results(ranges, layout.results)
+    outside = [r for i, r in enumerate(ranges) if i not in places]
+    overwritten = _overwritten(execution, order, outside)
+    parts: list[list[int]] = []
+    for number in range(groups):
+        change = _changes((r for r in outside if group(r) == number), len(order))
+        for found in overwritten:
+            if group(found) == number:
+                change[found.start] -= found.nbytes
+                change[found.start + 1] += found.nbytes
+        parts.append(list(itertools.accumulate(change[: len(order)])))
+    return parts
 
 
 def _changes(ranges: Iterable[Range], length: int) -> list[int]:
@@ -193,8 +230,8 @@ def _place(
 
 def _overwritten(
     execution: Execution, order: list[Kernel], ranges: list[Range]
-) -> list[tuple[int, int]]:
-    """Where a kernel writes into an operand that dies there: position and bytes counted twice.
+) -> list[Range]:
+    """What kernels write into an operand that dies there: for the first kernel its bytes are counted twice.
 
     XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if it
     made several arrays, as do a loop and a call of a library (a convolution: its result and its scratch space).
@@ -217,7 +254,8 @@ def _overwritten(
     dying: dict[tuple[int, int], int] = {}
     for found in places.values():
         dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
-    twice: list[tuple[int, int]] = []
+    twice: list[Range] = []
+    overwriting: set[tuple[int, int]] = set()
     for found in ranges:
         producer = instances[found.index].producer
         node = nodes[producer] if producer >= 0 else None
@@ -229,7 +267,8 @@ def _overwritten(
         own = found.end == found.start and found.index in places
         narrow = found.nbytes < COMPUTED_BYTES * instances[found.index].elements
         several = narrow and order[found.start].merged
-        if dying.get(key, 0) > own and not (several and key in twice):
+        if dying.get(key, 0) > own and not (several and key in overwriting):
             dying[key] -= 1
-            twice.append(key)
+            overwriting.add(key)
+            twice.append(found)
     return twice

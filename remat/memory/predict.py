@@ -35,12 +35,12 @@ from remat.memory.fusion import Fusion
 from remat.memory.instances import execution_of
 from remat.memory.kernels import Kernel, find_kernels, merge_siblings
 from remat.memory.order import made_early, put_off
-from remat.memory.places import lay_out, occupy
+from remat.memory.places import Layout, lay_out, occupy
 from remat.memory.zeros import is_constant
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
 
-__all__ = ["Alive", "Buffer", "Prediction", "buffers", "peak_bytes", "predict", "predict_body"]
+__all__ = ["Alive", "Buffer", "Prediction", "buffers", "executed", "laid_out", "peak_bytes", "predict", "predict_body"]
 
 
 def predict(
@@ -58,13 +58,10 @@ def predict(
     A schedule that runs no operator twice, packs nothing and ties nothing, in its loops neither, is the plain
     program in whatever order it stands: XLA orders it.
     """
-    if schedule is not None and _is_plain(schedule, loops):
-        schedule = None
-    if schedule is None and not loops:
+    if not loops and (schedule is None or _is_plain(schedule, loops)):
         return _plain(graph)
-    working = _working(graph, loops, plain=schedule is None)
     with without_collection():
-        return _predict(execution_of(graph, schedule, working))
+        return _predict(executed(graph, schedule, loops))
 
 
 # Of graphs that are alive, by identity: to compare two graphs takes as long as to predict.
@@ -126,12 +123,25 @@ def buffers(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _predict(execution: Execution) -> Prediction:
-    """The model, part by part: fused, merged, ordered, laid out, counted."""
+def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
+    """Returns what runs as one, and in which order with which buffers."""
     fusion = Fusion(execution)
     kernels = merge_siblings(execution, fusion, find_kernels(execution, fusion))
     order = put_off(execution, kernels)
-    layout = lay_out(execution, order, made_early(execution, fusion))
+    return kernels, lay_out(execution, order, made_early(execution, fusion))
+
+
+def executed(graph: Graph, schedule: Schedule | None, loops: Sequence[LoopRecord]) -> Execution:
+    """Returns what runs of a graph; see `predict` for the arguments."""
+    if schedule is not None and _is_plain(schedule, loops):
+        schedule = None  # the plain program, in whatever order: XLA orders it
+    return execution_of(graph, schedule, _working(graph, loops, plain=schedule is None))
+
+
+def _predict(execution: Execution) -> Prediction:
+    """The model, part by part: fused, merged, ordered, laid out, counted."""
+    kernels, layout = laid_out(execution)
+    order = layout.order
     found = occupy(execution, layout)
     node = execution.nodes[order[found.at].node] if found.at >= 0 else None
     listed = [_describe(execution, r.index, r.nbytes) for r in found.alive]
@@ -183,9 +193,7 @@ def _working(graph: Graph, loops: Sequence[LoopRecord], plain: bool) -> Working:
 
 def _alive(execution: Execution, kernel: Kernel, nbytes: int) -> Alive:
     node = execution.nodes[kernel.node]
-    is_backward = node.again or node.kind in ("barrier", "unpack")
-    is_backward = is_backward or (node.op is not None and node.op.phase == "backward")
-    return Alive(node.step, nbytes, is_backward, node.working is not None)
+    return Alive(node.step, nbytes, node.is_backward, node.working is not None)
 
 
 def _traffic_bytes(execution: Execution, kernels: Sequence[Kernel]) -> int:

@@ -1,0 +1,89 @@
+"""The numbers that pictures, tables and pages of a plan share. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.core.cost import op_seconds
+from remat.core.devices import get_device
+from remat.memory.contents import KINDS, Contents, contents
+from remat.plans.record import PlanRecord
+
+__all__ = ["BEYOND", "Curve", "curves", "share_of_step", "step_seconds"]
+
+BEYOND = "beyond"
+"""What a plan's peak counts besides what its kernels hold: its policy counts its own buffers, and the larger holds."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is alive over time.
+
+    Attributes:
+        nbytes: while each kernel runs, in the order in which they do, bytes of each of
+            `remat.memory.contents.KINDS`.
+        turn: the place of the first kernel of the backward pass.
+        peak_bytes: as the plan has it. A policy that plans within a budget may count more than the kernels show.
+        peak: the place where most is alive.
+    """
+
+    nbytes: tuple[tuple[int, ...], ...]
+    turn: int
+    peak_bytes: int
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes alive while each kernel runs."""
+        return tuple(map(sum, self.nbytes))
+
+    @property
+    def peak(self) -> int:
+        """Where most is alive."""
+        live = self.live_bytes
+        return live.index(max(live))
+
+    def at_peak(self) -> dict[str, int]:
+        """Returns bytes by kind where most is alive, in the order of `KINDS`, without those that have none.
+
+        `BEYOND` is what `peak_bytes` counts besides; with it the sum is `peak_bytes`.
+        """
+        found = dict(zip(KINDS, self.nbytes[self.peak], strict=True))
+        found[BEYOND] = self.peak_bytes - sum(found.values())
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+
+def curves(plan: PlanRecord) -> tuple[Curve, Curve]:
+    """Returns what is alive over time without rematerialization, and with the plan."""
+    graph = plan.graph
+    # Without rematerialization the bodies of loops would keep more, from the first loop to the last.
+    more = sum(x.length * (x.plan.baseline_saved_bytes - x.plan.saved_bytes) for x in plan.loops)
+    before = contents(graph.plain or graph, loops=plan.loops)
+    after = contents(graph, plan.schedule, loops=plan.loops)
+    return _curve(before, plan.baseline_peak_bytes, more), _curve(after, plan.peak_bytes, 0)
+
+
+def _curve(found: Sequence[Contents], peak_bytes: int, more: int) -> Curve:
+    loops = [i for i, entry in enumerate(found) if entry.is_loop]
+    span = range(loops[0], loops[-1] + 1) if loops else range(0)
+    kept = KINDS.index("kept")
+    nbytes = [
+        tuple(n + more * (i in span and k == kept) for k, n in enumerate(entry.nbytes))
+        for i, entry in enumerate(found)
+    ]
+    turn = next((i for i, entry in enumerate(found) if entry.is_backward), len(found))
+    return Curve(tuple(nbytes) or ((0,) * len(KINDS),), turn, peak_bytes)
+
+
+def step_seconds(plan: PlanRecord) -> float:
+    """Returns the roofline estimate of one step without rematerialization, as `Plan.recompute_seconds` counts."""
+    graph, device = plan.graph.plain or plan.graph, get_device(plan.device)
+    paths = {entry.path for entry in plan.loops}
+    outside = sum(op_seconds(graph, op, device) for op in graph.ops if op.loop not in paths)
+    return outside + sum(entry.length * step_seconds(entry.plan) for entry in plan.loops)
+
+
+def share_of_step(plan: PlanRecord) -> str:
+    """Returns the repeated work as a share of the step's time without rematerialization, both estimates: `+4.1%`."""
+    whole = step_seconds(plan)
+    return f"+{plan.recompute_seconds / whole:.1%}" if whole > 0 else "-"
