@@ -26,6 +26,7 @@ ROOMS: tuple[str, ...] = (
     "plans.diff",
     "plans.explain",
     "memory",
+    "pictures",
     "policies.base",
     "policies.solvers",
     "policies.solvers.chain",

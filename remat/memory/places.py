@@ -228,9 +228,7 @@ def _place(
     return False
 
 
-def _overwritten(
-    execution: Execution, order: list[Kernel], ranges: list[Range]
-) -> list[Range]:
+def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range]) -> list[Range]:
     """What kernels write into an operand that dies there: for the first kernel its bytes are counted twice.
 
     XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if it

@@ -40,7 +40,17 @@ from remat.memory.zeros import is_constant
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
 
-__all__ = ["Alive", "Buffer", "Prediction", "buffers", "executed", "laid_out", "peak_bytes", "predict", "predict_body"]
+__all__ = [
+    "Alive",
+    "Buffer",
+    "Prediction",
+    "buffers",
+    "executed",
+    "laid_out",
+    "peak_bytes",
+    "predict",
+    "predict_body",
+]
 
 
 def predict(

@@ -1,8 +1,8 @@
 """What every layer keeps, before and after, and repeats. Plain data; the sums are the totals of the plan.
 
 A layer is a named scope up to its first numbered part that has parts of its own (`GPT/block_3`), or else as many
-parts as give few layers; where the function has no scopes, the line of the source. The layers of a loop's body count
-once per iteration.
+parts as give few layers; where the function has no scopes, the line of the source. The layers of a loop's body
+count once per iteration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
 from remat.plans.record import LoopRecord, PlanRecord
-from remat.plans.report import short_scope, short_source
+from remat.plans.words import short_scope, short_source
 from remat.plans.schedule import no_remat_saved
 
 __all__ = ["Layer", "by_layer", "fewer"]

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from remat.pictures.by_layer import Layer, by_layer, fewer
-from remat.pictures.style import Draw, Palette, PlotError, axes_in, byte_scale, figure_of, second_scale
-from remat.pictures.summary import share_of_step, step_seconds
+from remat.pictures.style import (
+    Draw,
+    Palette,
+    PlotError,
+    axes_in,
+    byte_scale,
+    figure_of,
+    second_scale,
+)
 from remat.plans.record import PlanRecord
-from remat.plans.report import human_bytes, human_seconds
+from remat.plans.summary import share_of_time, step_seconds
+from remat.plans.words import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,10 +122,10 @@ def _repeated(axes: Axes, plan: PlanRecord, rows: Sequence[Layer], palette: Pale
         [x / scale for x in seconds],
         height=0.44,
         color=palette.recomputed,
-        label=f"repeated, {human_seconds(plan.recompute_seconds)} in all, {share_of_step(plan)} of the step",
+        label=f"repeated, {human_seconds(plan.recompute_seconds)} in all, {share_of_time(plan)} of the step",
     )
     if whole > 0:
-        shares = [f"{x / whole:.1%}" if x else "" for x in seconds]
+        shares = [f"{x / whole:.1%}" if x / whole >= 0.0005 else "" for x in seconds]
         axes.bar_label(bars, shares, padding=3, fontsize=8.5, color=palette.muted)
     axes.tick_params(axis="y", length=0, labelleft=False)
     axes.set_xlim(0, 1.18 * most / scale if most else 1)

@@ -36,6 +36,7 @@ __all__ = [
     "Theme",
     "axes_in",
     "byte_scale",
+    "check_matplotlib",
     "check_path",
     "figure_of",
     "inline_svg",
@@ -65,6 +66,7 @@ class Palette:
         paper, ink, muted, grid: the background, what is written, what is written less loudly, and lines behind.
         kept, encoded, recomputed, gradients, loop, other: the kinds of `remat.memory.contents.KINDS`.
         baseline: no rematerialization; `theirs`: jax's policies. Those of remat are drawn in the colour of `kept`.
+        on_recomputed: what is written on `recomputed`.
     """
 
     paper: str
@@ -79,6 +81,7 @@ class Palette:
     other: str
     baseline: str
     theirs: str
+    on_recomputed: str
 
 
 LIGHT = Palette(
@@ -94,6 +97,7 @@ LIGHT = Palette(
     other="#b4bac2",
     baseline="#6e7781",
     theirs="#d55e00",
+    on_recomputed="#1b1f24",
 )
 DARK = Palette(
     paper="#0d1117",
@@ -108,6 +112,7 @@ DARK = Palette(
     other="#656d78",
     baseline="#a0a8b2",
     theirs="#ef7a2a",
+    on_recomputed="#1b1f24",
 )
 
 Draw = Callable[[Palette], "Figure"]
@@ -126,6 +131,15 @@ def check_path(path: str | Path, theme: str = "auto") -> None:
             f"cannot draw {str(path)!r}: suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}"
         )
     _check_theme(theme)
+    check_matplotlib()
+
+
+def check_matplotlib() -> None:
+    """Checks that pictures can be drawn.
+
+    Raises:
+        PlotError: matplotlib is missing.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -220,7 +234,7 @@ def _cleaned(text: str, title: str, theme: str) -> str:
 
 
 def _shorter(path: str) -> str:
-    """A path with coordinates to a tenth of a point; lines along an axis, of which steps are made, say one number."""
+    """A path with coordinates to a tenth of a point; lines along an axis, of which steps are made, with one."""
     numbers = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}", path)
     parts = re.findall(r"([A-Za-z])([^A-Za-z]*)", numbers)
     if {letter for letter, _ in parts} - set("MLz"):

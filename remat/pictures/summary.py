@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.core.cost import op_seconds
-from remat.core.devices import get_device
 from remat.memory.contents import KINDS, Contents, contents
 from remat.plans.record import PlanRecord
 
-__all__ = ["BEYOND", "Curve", "curves", "share_of_step", "step_seconds"]
+__all__ = ["BEYOND", "Curve", "curves"]
 
 BEYOND = "beyond"
-"""What a plan's peak counts besides what its kernels hold: its policy counts its own buffers, and the larger holds."""
+"""What a plan's peak has besides what its kernels hold: of this and its policy's own count it is the larger."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,3 @@ def _curve(found: Sequence[Contents], peak_bytes: int, more: int) -> Curve:
     ]
     turn = next((i for i, entry in enumerate(found) if entry.is_backward), len(found))
     return Curve(tuple(nbytes) or ((0,) * len(KINDS),), turn, peak_bytes)
-
-
-def step_seconds(plan: PlanRecord) -> float:
-    """Returns the roofline estimate of one step without rematerialization, as `Plan.recompute_seconds` counts."""
-    graph, device = plan.graph.plain or plan.graph, get_device(plan.device)
-    paths = {entry.path for entry in plan.loops}
-    outside = sum(op_seconds(graph, op, device) for op in graph.ops if op.loop not in paths)
-    return outside + sum(entry.length * step_seconds(entry.plan) for entry in plan.loops)
-
-
-def share_of_step(plan: PlanRecord) -> str:
-    """Returns the repeated work as a share of the step's time without rematerialization, both estimates: `+4.1%`."""
-    whole = step_seconds(plan)
-    return f"+{plan.recompute_seconds / whole:.1%}" if whole > 0 else "-"

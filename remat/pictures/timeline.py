@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from remat.memory.contents import KINDS
 from remat.pictures.style import Draw, Palette, axes_in, byte_scale, figure_of
-from remat.pictures.summary import BEYOND, Curve, curves, share_of_step
+from remat.pictures.summary import BEYOND, Curve, curves
 from remat.plans.record import PlanRecord
-from remat.plans.report import human_bytes, human_seconds
+from remat.plans.summary import share_of_time
+from remat.plans.words import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KIND_NAMES", "timeline", "title_of"]
+__all__ = ["KIND_NAMES", "timeline", "timeline_title"]
 
 KIND_NAMES = {
     "kept": "kept",
@@ -30,7 +31,7 @@ KIND_NAMES = {
 _MOST_PLACES = 300  # of a panel about 300 pixels wide
 
 
-def title_of(plan: PlanRecord) -> str:
+def timeline_title(plan: PlanRecord) -> str:
     """What the picture says, in a line."""
     before, after = human_bytes(plan.baseline_peak_bytes), human_bytes(plan.peak_bytes)
     return f"Predicted memory of one step: peak {before} without remat, {after} with {plan.policy_name}"
@@ -57,14 +58,18 @@ def timeline(plan: PlanRecord) -> Draw:
         _panel(left, before, "no remat", unit, palette, has_loops)
         _panel(right, after, plan.policy_name, unit, palette, has_loops)
         if plan.budget_bytes is not None and plan.confirmed is None:
-            _level(right, plan.budget_bytes / unit, f"budget {human_bytes(plan.budget_bytes)}", palette)
+            _level(
+                right, plan.budget_bytes / unit, f"budget {human_bytes(plan.budget_bytes)}", palette
+            )
         _table(figure.add_subplot(grid[0, 2]), plan, before, after, palette)
         return figure
 
     return draw
 
 
-def _panel(axes: Axes, curve: Curve, name: str, unit: int, palette: Palette, has_loops: bool) -> None:
+def _panel(
+    axes: Axes, curve: Curve, name: str, unit: int, palette: Palette, has_loops: bool
+) -> None:
     places = _places(curve)
     parts = [[curve.nbytes[i][k] / unit for i in (*places, places[-1])] for k in range(len(KINDS))]
     edges = [*places, len(curve.nbytes)]
@@ -82,11 +87,12 @@ def _panel(axes: Axes, curve: Curve, name: str, unit: int, palette: Palette, has
     axes.set_xlabel("kernels run, a loop as one" if has_loops else "kernels run")
     axes.axvline(curve.turn, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 3)))
     late = curve.turn > 0.5 * len(curve.nbytes)
-    axes.text(
-        curve.turn,
-        0.985,
-        "backward →  " if late else "  backward →",
-        transform=axes.get_xaxis_transform(),
+    axes.annotate(
+        "backward →",
+        (curve.turn, 0.985),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-5 if late else 5, 0),
+        textcoords="offset points",
         ha="right" if late else "left",
         va="top",
         fontsize=8.5,
@@ -135,9 +141,13 @@ def _table(axes: Axes, plan: PlanRecord, before: Curve, after: Curve, palette: P
     lines += [
         ("peak", human_bytes(before.peak_bytes), human_bytes(after.peak_bytes)),
         ("",),
-        ("kept", human_bytes(plan.baseline_saved_bytes), human_bytes(plan.saved_bytes)),
+        (
+            "kept for backward",
+            human_bytes(plan.baseline_saved_bytes),
+            human_bytes(plan.saved_bytes),
+        ),
         ("repeated work", "-", human_seconds(plan.recompute_seconds)),
-        ("   of the step", "-", share_of_step(plan)),
+        ("   of the step", "-", share_of_time(plan)),
     ]
     for number, (label, *cells) in enumerate(lines):
         y = 0.98 - 0.081 * number

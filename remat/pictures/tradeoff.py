@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
-__all__ = ["Kind", "Point", "Tradeoff", "tradeoff"]
+__all__ = ["Kind", "Level", "Point", "Tradeoff", "tradeoff"]
 
 Kind = Literal["remat", "jax", "none"]
 
@@ -53,6 +53,14 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Level:
+    """An amount of memory to compare with."""
+
+    label: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Tradeoff:
     """What is drawn.
 
@@ -63,7 +71,8 @@ class Tradeoff:
         cost_is_bytes: whether the costs are bytes, not seconds.
         whole: the cost of which the right axis gives shares, 0 for no such axis; `share` is what it says.
         is_curve: whether those of remat are joined: what every amount of memory costs.
-        baseline_bytes: where no rematerialization is, None if it is one of the points.
+        baseline: where no rematerialization is, if it is none of the points.
+        theirs: what the points of jax's policies are.
         infeasible_bytes: below it nothing was found, None if nothing is known.
     """
 
@@ -75,7 +84,8 @@ class Tradeoff:
     whole: float = 0.0
     share: str = ""
     is_curve: bool = False
-    baseline_bytes: tuple[str, int] | None = None
+    baseline: Level | None = None
+    theirs: str = "jax.checkpoint"
     infeasible_bytes: int | None = None
 
 
@@ -92,8 +102,8 @@ def tradeoff(data: Tradeoff) -> Draw:
         figure = figure_of(8.4, 4.8, palette)
         axes = axes_in(figure, palette)
         most_bytes = max(p.nbytes for p in data.points)
-        if data.baseline_bytes is not None:
-            most_bytes = max(most_bytes, data.baseline_bytes[1])
+        if data.baseline is not None:
+            most_bytes = max(most_bytes, data.baseline.nbytes)
         most_cost = max(p.cost for p in data.points)
         unit, unit_name = byte_scale(max(most_bytes, 1))
         scale, scale_name = byte_scale(most_cost) if data.cost_is_bytes else second_scale(most_cost)
@@ -116,7 +126,7 @@ def tradeoff(data: Tradeoff) -> Draw:
                 markeredgecolor=palette.paper,
                 markeredgewidth=1.2,
             )
-        _legend(axes, data.points, palette)
+        _legend(axes, data, palette)
         if data.whole > 0:
             share_axis(axes, palette, data.whole / scale, data.share)
         _place_labels(figure, axes, places, palette)
@@ -138,19 +148,18 @@ def _together(
 def _lines(axes: Axes, data: Tradeoff, unit: float, scale: float, palette: Palette) -> None:
     """The baseline, what is out of reach, and the curve."""
     right = axes.get_xlim()[1]
-    base = data.baseline_bytes
+    dashed: dict[str, Any] = {"color": palette.baseline, "linewidth": 0.9, "zorder": 0.5}
+    dashed["linestyle"] = (0, (4, 3))
     for point in data.points:
         if point.kind == "none":
-            base = (point.label, point.nbytes)
-            dashes: dict[str, Any] = {"linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 0.5}
-            axes.axhline(point.cost / scale, color=palette.baseline, **dashes)
-    if base is not None:
-        axes.axvline(
-            base[1] / unit, color=palette.baseline, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0.5
-        )
-        if data.baseline_bytes is not None:
-            place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "fontsize": 9}
-            axes.text(base[1] / unit, 0.97, f"{base[0]} ", ha="right", va="top", color=palette.ink, **place)
+            axes.axhline(point.cost / scale, **dashed)
+            axes.axvline(point.nbytes / unit, **dashed)
+    if data.baseline is not None:
+        at = data.baseline.nbytes / unit
+        axes.axvline(at, **dashed)
+        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "color": palette.ink}
+        place |= {"xytext": (-5, 0), "textcoords": "offset points", "ha": "right", "va": "top"}
+        axes.annotate(data.baseline.label, (at, 0.98), fontsize=9, **place)
     if data.infeasible_bytes:
         edge = data.infeasible_bytes / unit
         axes.axvspan(0, edge, color=palette.grid, linewidth=0, zorder=0.4)
@@ -173,13 +182,14 @@ def _lines(axes: Axes, data: Tradeoff, unit: float, scale: float, palette: Palet
             axes.step([*xs, right], [*ys, ys[-1]], where="post", color=palette.kept, linewidth=1.5)
 
 
-def _legend(axes: Axes, points: Sequence[Point], palette: Palette) -> None:
+def _legend(axes: Axes, data: Tradeoff, palette: Palette) -> None:
     for kind, (color, marker, name) in _KINDS.items():
-        if any(point.kind == kind for point in points):
-            axes.plot([], [], marker, color=getattr(palette, color), label=name, markersize=7)
+        if any(point.kind == kind for point in data.points):
+            label = data.theirs if kind == "jax" else name
+            axes.plot([], [], marker, color=getattr(palette, color), label=label, markersize=7)
     axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.01, 1.0),
+        loc="upper left",
+        bbox_to_anchor=(-0.02, -0.13),
         ncols=3,
         fontsize=9,
         labelcolor=palette.ink,
@@ -201,6 +211,13 @@ def _place_labels(
     figure.canvas.draw()  # fixes the scales, so that sizes can be measured
     at = {place: axes.transData.transform(place) for place in places}
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
+    for line in axes.get_lines():  # a label that a line crosses cannot be read
+        path = line.get_transform().transform_path(line.get_path())
+        ends = path.vertices
+        taken += [
+            Bbox.from_extents(*(a.min() - 2, b.min() - 2, a.max() + 2, b.max() + 2))
+            for a, b in ((ends[i : i + 2, 0], ends[i : i + 2, 1]) for i in range(len(ends) - 1))
+        ]
     for place in sorted(places, key=lambda place: (-place[1], place[0])):
         label = ", ".join(dict.fromkeys(point.label for point in places[place] if point.label))
         if not label:
@@ -212,21 +229,35 @@ def _place_labels(
             textcoords="offset points",
             fontsize=9,
             color=palette.ink,
-            arrowprops={"arrowstyle": "-", "color": palette.muted, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5},
-        )  # fmt: skip
+        )
         costs = []
         for order, side in enumerate(_SIDES):
             _move(text, side)
-            costs.append((_cost(_extent(text), taken, axes.bbox), order))
-        _move(text, _SIDES[min(costs)[1]])
-        taken.append(_extent(text))
+            costs.append((_cost(text.get_window_extent(), taken, axes.bbox), order))
+        side = _SIDES[min(costs)[1]]
+        _move(text, side)
+        taken.append(text.get_window_extent())
+        if max(abs(side[0]), abs(side[1])) > _NEAR:
+            axes.annotate(
+                "",
+                place,
+                xytext=side[:2],
+                textcoords="offset points",
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": palette.muted,
+                    "linewidth": 0.6,
+                    "shrinkA": 0,
+                },
+            )
 
 
+_NEAR = 9  # points: so near to its point a label needs no line
 _VERTICAL = {1: "bottom", 0: "center", -1: "top"}
 # Offset in points, horizontal and vertical alignment; the first free one is taken.
 _SIDES = tuple(
     (reach * dx, reach * dy, {1: "left", 0: "center", -1: "right"}[dx], _VERTICAL[dy])
-    for reach in (9, 18, 30, 45, 60)
+    for reach in (_NEAR, 18, 30, 45, 60)
     for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 )
 
@@ -235,14 +266,6 @@ def _move(text: Annotation, side: tuple[int, int, str, str]) -> None:
     dx, dy, horizontal, vertical = side
     text.xyann = (dx, dy)
     text.set(ha=horizontal, va=vertical)
-
-
-def _extent(text: Annotation) -> Bbox:
-    """Of the letters alone, without the line to the point."""
-    from matplotlib.text import Text
-
-    text.update_positions(text.figure.canvas.get_renderer())  # type: ignore[union-attr]
-    return Text.get_window_extent(text)
 
 
 def _cost(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:

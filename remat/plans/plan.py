@@ -111,5 +111,30 @@ class Plan(PlanRecord):
         """
         return read_plan(text_or_path, cls)
 
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Returns the plan as a page that needs nothing else, and writes it to `path` if one is given.
+
+        What matters first, memory over time, layers, what is kept and why, the report. Needs matplotlib.
+
+        Raises:
+            remat.pictures.style.PlotError: matplotlib is missing, or the name does not end in `.html`.
+            OSError: the file cannot be written.
+        """
+        from remat.pictures import page
+
+        return page.page(self) if path is None else page.write_page(self, path)
+
+    def show(self) -> None:
+        """Shows the plan in a notebook as a table and a picture; elsewhere prints it."""
+        from remat.pictures import page
+
+        page.show(self, str(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of the plan."""
+        from remat.pictures import page
+
+        return page.notebook(self)
+
     def __str__(self) -> str:
         return describe(self)

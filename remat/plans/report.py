@@ -15,7 +15,7 @@ from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
 from remat.plans.record import LoopRecord, PlanRecord, Recomputed, Saved
-from remat.plans.summary import headline, share_of_step
+from remat.plans.summary import headline, share_of_step, share_of_time
 from remat.plans.words import (
     counted,
     grouped,
@@ -138,7 +138,7 @@ def _summary(plan: PlanRecord) -> list[str]:
         ("kept for the backward pass", *_against(plan.baseline_saved_bytes, plan.saved_bytes)),
         (peak, *_against(plan.baseline_peak_bytes, plan.peak_bytes)),
         ("operations repeated", "-", human_flops(plan.recompute_flops), _share(plan), ""),
-        ("time to repeat (estimate)", "-", human_seconds(plan.recompute_seconds), "", ""),
+        ("time to repeat (estimate)", "-", human_seconds(plan.recompute_seconds), share_of_time(plan), ""),
     ]
     lines = table(rows, "<>>><")
     if plan.loops:

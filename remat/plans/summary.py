@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
+from remat.core.cost import op_seconds
+from remat.core.devices import get_device
 from remat.plans.record import PlanRecord, Recomputed, Saved
 from remat.plans.words import (
     counted,
@@ -19,7 +21,7 @@ from remat.plans.words import (
     numberless_scope,
 )
 
-__all__ = ["Headline", "Row", "again_rows", "headline", "kept_rows", "share_of_step", "totals"]
+__all__ = ["Headline", "Row", "again_rows", "headline", "kept_rows", "share_of_step", "share_of_time", "step_seconds", "totals"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Row:
         label: dtype and shape, with the form in which it is kept if that is another.
         made_by: the operator.
         scope, source: where it is in the user's code.
+        why: what keeping one of them avoids; nothing of what runs again.
     """
 
     value: str
@@ -57,6 +60,7 @@ class Row:
     made_by: str
     scope: str
     source: str
+    why: str = ""
 
 
 def headline(plan: PlanRecord) -> Headline:
@@ -110,6 +114,20 @@ def share_of_step(plan: PlanRecord) -> float | None:
     return plan.recompute_flops / step if step > 0 else None
 
 
+def step_seconds(plan: PlanRecord) -> float:
+    """Returns the roofline estimate of one step without rematerialization, as `Plan.recompute_seconds` counts."""
+    graph, device = plan.graph.plain or plan.graph, get_device(plan.device)
+    paths = {entry.path for entry in plan.loops}
+    outside = sum(op_seconds(graph, op, device) for op in graph.ops if op.loop not in paths)
+    return outside + sum(entry.length * step_seconds(entry.plan) for entry in plan.loops)
+
+
+def share_of_time(plan: PlanRecord) -> str:
+    """Returns the repeated work as a share of `step_seconds`: `+4.1%`."""
+    whole = step_seconds(plan)
+    return f"+{plan.recompute_seconds / whole:.1%}" if whole > 0 else "-"
+
+
 def kept_rows(plan: PlanRecord) -> list[Row]:
     """Returns what is kept beyond arguments, alike together, largest first.
 
@@ -127,6 +145,7 @@ def kept_rows(plan: PlanRecord) -> list[Row]:
                 made_by=first.op or "carry",
                 scope=numberless_scope(first.scope),
                 source=first.source,
+                why=first.why,
             )
         )
     return sorted(rows, key=lambda row: -row.amount)

@@ -21,12 +21,24 @@ from remat.compiler.compile import compile_report
 from remat.compiler.targets import target_device
 from remat.core.errors import CompileError
 from remat.core.interrupt import Progress, or_log
+from remat.pictures import page
+from remat.pictures.style import PlotError
+from remat.pictures.tradeoff import Kind, Point, Tradeoff
 from remat.plans.plan import Plan
-from remat.plans.report import human_bytes, human_flops, human_seconds, table
+from remat.plans.words import human_bytes, human_flops, human_seconds, table
+from remat.policies import POLICIES
 from remat.policies.base import as_policy, describe_options
 from remat.resolve import JaxPolicy, Off, priced_for, resolve
 
-__all__ = ["DEFAULT_POLICIES", "Row", "compare", "compare_table", "iter_compare"]
+__all__ = [
+    "DEFAULT_POLICIES",
+    "Comparison",
+    "Row",
+    "compare",
+    "compare_table",
+    "drawn",
+    "iter_compare",
+]
 
 DEFAULT_POLICIES: tuple[str, ...] = (
     "none",
@@ -72,6 +84,19 @@ class Row:
     error: str | None = None
 
 
+class Comparison(tuple[Row, ...]):
+    """The rows of a comparison; a notebook shows them as a table and a picture."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return compare_table(self)
+
+    def _repr_html_(self) -> str:
+        has_points = any(_time_of(self, row) is not None for row in self)
+        return page.result(compare_table(self), drawn(self, "") if has_points else None)
+
+
 def compare(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -81,7 +106,7 @@ def compare(
     argnums: int | Sequence[int] = 0,
     progress: Progress | None = None,
     compile: bool = True,
-) -> tuple[Row, ...]:
+) -> Comparison:
     """Compiles `jax.value_and_grad(remat.checkpoint(function, remat_policy=p), argnums)` for every policy.
 
     Args:
@@ -105,7 +130,7 @@ def compare(
         progress=progress,
         compile=compile,
     )
-    return tuple(rows)
+    return Comparison(rows)
 
 
 def iter_compare(
@@ -208,6 +233,50 @@ def compare_table(rows: Sequence[Row]) -> str:
     lines = table(list(zip(*shown, strict=True)), "<" + ">" * (len(shown) - 1), indent=0)
     lines += [f"{row.policy} failed: {' '.join(row.error.split())}" for row in rows if row.error]
     return "\n".join(lines)
+
+
+def drawn(rows: Sequence[Row], title: str) -> Tradeoff:
+    """Returns rows as they are drawn: memory against time, or traffic where the rates of the device are not known.
+
+    Raises:
+        PlotError: no row has numbers from the compiler.
+    """
+    found = [(row, _time_of(rows, row)) for row in rows]
+    points = tuple(
+        Point(row.policy, _kind(row.policy), row.temp_bytes, cost)
+        for row, cost in found
+        if cost is not None and row.temp_bytes is not None
+    )
+    if not points:
+        raise PlotError("no row has memory and traffic from the compiler: there is nothing to draw")
+    missing = len(rows) - len(points)
+    note = f" ({missing} failed or not compiled)" if missing else ""
+    is_timed = _are_timed(rows)
+    return Tradeoff(
+        title=f"{title or 'Policies compared'}{note}",
+        points=points,
+        memory="temporary memory, compiled",
+        cost="one step, roofline estimate" if is_timed else "device memory traffic per step",
+        cost_is_bytes=not is_timed,
+        whole=next((point.cost for point in points if point.kind == "none"), 0.0),
+        share="share of no remat",
+    )
+
+
+def _are_timed(rows: Sequence[Row]) -> bool:
+    compiled = [row for row in rows if row.temp_bytes is not None]
+    return all(row.roofline_seconds is not None for row in compiled)
+
+
+def _time_of(rows: Sequence[Row], row: Row) -> float | None:
+    return row.roofline_seconds if _are_timed(rows) else row.hbm_traffic_bytes
+
+
+def _kind(policy: str) -> Kind:
+    if policy == "none":
+        return "none"
+    ours = policy.partition("(")[0].removeprefix("plan by ")
+    return "remat" if ours in POLICIES else "jax"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

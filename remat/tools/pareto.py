@@ -16,16 +16,23 @@ from typing import Any
 from remat.api import plan as make_plan
 from remat.core.errors import BudgetError
 from remat.core.interrupt import Progress, or_log, planning, raise_interrupt
+from remat.pictures import page
+from remat.pictures.style import PlotError
+from remat.pictures.tradeoff import Level, Point, Tradeoff
 from remat.planning.resort import limit_bytes
 from remat.planning.smallest import smallest_plan
 from remat.plans.plan import Plan
-from remat.plans.report import human_bytes, human_flops, human_seconds, table
+from remat.plans.summary import step_seconds
+from remat.plans.words import human_bytes, human_flops, human_seconds, table
 from remat.resolve import parse_budget
+from remat.tools.references import KeptByJax, check_reference
 
 __all__ = [
     "InfeasibleBudget",
     "Pareto",
     "ParetoPoint",
+    "Reference",
+    "drawn",
     "iter_pareto",
     "pareto",
 ]
@@ -93,6 +100,29 @@ class InfeasibleBudget:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What one of jax's policies would keep, estimated as the points are; see `remat.tools.references`.
+
+    Attributes:
+        name: of the policy.
+        plan: that keeps it, in remat's order.
+    """
+
+    name: str
+    plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers, without the plan."""
+        return {
+            "name": self.name,
+            "peak_bytes": self.plan.peak_bytes,
+            "saved_bytes": self.plan.saved_bytes,
+            "recompute_flops": self.plan.recompute_flops,
+            "recompute_seconds": self.plan.recompute_seconds,
+        }
+
+
+@dataclass(frozen=True)
 class Pareto:
     """The trade-off between memory and recomputation of one function.
 
@@ -104,6 +134,8 @@ class Pareto:
         baseline_peak_bytes, baseline_saved_bytes: without rematerialization.
         device: whose roofline the seconds are of.
         wanted: how many budgets were asked for.
+        step_seconds: roofline estimate of one step without rematerialization, of the kind of `recompute_seconds`.
+        references: what jax's policies would keep, as far as asked for.
     """
 
     policy_name: str
@@ -114,6 +146,8 @@ class Pareto:
     baseline_saved_bytes: int
     device: str
     wanted: int
+    step_seconds: float = 0.0
+    references: tuple[Reference, ...] = ()
 
     @property
     def interrupted(self) -> bool:
@@ -149,9 +183,11 @@ class Pareto:
             "baseline_peak_bytes": self.baseline_peak_bytes,
             "baseline_saved_bytes": self.baseline_saved_bytes,
             "smallest_peak_bytes": self.smallest_peak_bytes,
+            "step_seconds": self.step_seconds,
             "wanted": self.wanted,
             "interrupted": self.interrupted,
             "points": points,
+            "references": [entry.to_dict() for entry in self.references],
             "infeasible": [
                 {"budget_bytes": entry.budget_bytes, "reason": entry.reason}
                 for entry in self.infeasible
@@ -160,7 +196,16 @@ class Pareto:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
-            ("budget", "peak", "of no remat", "kept", "repeated", "seconds", "status")
+            (
+                "budget",
+                "peak",
+                "of no remat",
+                "kept",
+                "repeated",
+                "seconds",
+                "of the step",
+                "status",
+            )
         ]
         for point in self.points:
             share = point.peak_bytes / max(self.baseline_peak_bytes, 1)
@@ -174,6 +219,7 @@ class Pareto:
                     human_bytes(point.saved_bytes),
                     human_flops(point.recompute_flops),
                     human_seconds(point.recompute_seconds),
+                    self._of_step(point.plan),
                     f"{status}, gap {gap:.1%}" if gap else status,
                 )
             )
@@ -182,8 +228,11 @@ class Pareto:
             f"{human_bytes(self.baseline_peak_bytes)}; the smallest peak found is "
             f"{human_bytes(self.smallest_peak_bytes)}",
             f"Peaks are predicted, seconds are a roofline estimate for {self.device}.",
-            *table(rows, ">>>>>><"),
+            *table(rows, ">>>>>>><"),
         ]
+        if self.references:
+            lines.append("What jax's policies keep, in remat's order:")
+            lines += table([self._reference_row(entry) for entry in self.references], "<>>>>>>")
         lines += [
             f"  {human_bytes(entry.budget_bytes)}: no plan found fits" for entry in self.infeasible
         ]
@@ -191,6 +240,58 @@ class Pareto:
             done = len(self.points) + len(self.infeasible)
             lines.append(f"interrupted: {done} of {self.wanted} budgets were planned")
         return "\n".join(lines)
+
+    def _of_step(self, plan: Plan) -> str:
+        return f"+{plan.recompute_seconds / self.step_seconds:.1%}" if self.step_seconds else "-"
+
+    def _reference_row(self, entry: Reference) -> tuple[str, ...]:
+        plan = entry.plan
+        return (
+            entry.name,
+            human_bytes(plan.peak_bytes),
+            f"{plan.peak_bytes / max(self.baseline_peak_bytes, 1):.1%}",
+            human_bytes(plan.saved_bytes),
+            human_flops(plan.recompute_flops),
+            human_seconds(plan.recompute_seconds),
+            self._of_step(plan),
+        )
+
+    def _repr_html_(self) -> str:
+        """The table and the picture, for notebooks."""
+        return page.result(str(self), drawn(self, "") if self.points else None)
+
+
+def drawn(curve: Pareto, title: str) -> Tradeoff:
+    """Returns a curve as it is drawn: a plan where it peaks, not at the budget it was made for, and once.
+
+    Raises:
+        PlotError: the curve has no point.
+    """
+    least = human_bytes(curve.smallest_peak_bytes)
+    if not curve.points:
+        raise PlotError(
+            f"no budget of the curve is feasible (the smallest peak found is {least}): there is nothing to draw"
+        )
+    places = sorted({(point.peak_bytes, point.recompute_seconds) for point in curve.points})
+    ours = [Point("", "remat", nbytes, seconds) for nbytes, seconds in places]
+    theirs = [
+        Point(entry.name, "jax", entry.plan.peak_bytes, entry.plan.recompute_seconds)
+        for entry in curve.references
+    ]
+    return Tradeoff(
+        title=f"{title or 'What memory costs'}: {curve.policy_name} down to {least}",
+        points=(*ours, *theirs),
+        memory="predicted peak of temporaries",
+        cost="repeated work per step, roofline estimate",
+        whole=curve.step_seconds,
+        share="share of a step without remat",
+        is_curve=True,
+        baseline=Level(
+            f"no remat: {human_bytes(curve.baseline_peak_bytes)}", curve.baseline_peak_bytes
+        ),
+        theirs="what jax's policies keep, in remat's order",
+        infeasible_bytes=curve.smallest_peak_bytes,
+    )
 
 
 def _price(point: ParetoPoint) -> tuple[float, int, int]:
@@ -203,6 +304,7 @@ def pareto(
     remat_policy: Any = "ilp",
     budgets: Sequence[Budget] | Budget | None = None,
     points: int = 8,
+    references: Sequence[str] = (),
     progress: Progress | None = None,
     **options: Any,
 ) -> Pareto:
@@ -218,6 +320,7 @@ def pareto(
         budgets: one or several: bytes, `"6GiB"`, or fractions of the peak without rematerialization; None spreads
             `points` geometrically from the smallest peak found to that without rematerialization.
         points: how many budgets, if none are given; at least 2.
+        references: policies of jax's whose choice is set beside the curve, of `remat.tools.references.REFERENCES`.
         progress: called with one line whenever something that takes time begins.
         **options: further arguments of `remat.plan` (`argnums`, `static_argnums`, ...), and keyword
             arguments of `fun`.
@@ -227,6 +330,7 @@ def pareto(
 
     Raises:
         BudgetError: a budget cannot be read, or fewer than 2 `points`.
+        PolicyError: also if a reference is none of those.
         PolicyError, TraceError: as `remat.plan`.
     """
     curve = None
@@ -236,6 +340,7 @@ def pareto(
         remat_policy=remat_policy,
         budgets=budgets,
         points=points,
+        references=references,
         progress=progress,
         **options,
     ):
@@ -250,6 +355,7 @@ def iter_pareto(
     remat_policy: Any = "ilp",
     budgets: Sequence[Budget] | Budget | None = None,
     points: int = 8,
+    references: Sequence[str] = (),
     progress: Progress | None = None,
     **options: Any,
 ) -> Iterator[Pareto]:
@@ -266,12 +372,14 @@ def iter_pareto(
         raise BudgetError(f"points={points}: a curve needs at least 2 points")
     if "budget" in options:
         raise BudgetError(f"budget={options['budget']!r}: a curve takes budgets=[...]")
+    for name in references:
+        check_reference(name)
     say = or_log(progress)
 
-    def plan_at(budget_bytes: int | None) -> Plan:
+    def plan_at(budget_bytes: int | None, policy: Any = remat_policy) -> Plan:
         with planning(say) if budget_bytes is not None else nullcontext():
             made = make_plan(
-                fun, *args, remat_policy=remat_policy, budget=budget_bytes, confirm=False, **options
+                fun, *args, remat_policy=policy, budget=budget_bytes, confirm=False, **options
             )
             raise_interrupt()  # a curve of plans that ended early says nothing
         return replace(made, budget_bytes=budget_bytes)
@@ -286,6 +394,9 @@ def iter_pareto(
     else:
         given = (limit_bytes(limit, free.baseline_peak_bytes) for limit in limits if limit)
         wanted = sorted({max(budget, 1) for budget in given})
+    for name in references:
+        say(f"planning what {name} keeps")
+        work.references.append(Reference(name, plan_at(None, KeptByJax(name))))
     for index, budget in enumerate(wanted):
         say(f"budget {index + 1} of {len(wanted)}: {human_bytes(budget)}")
         work.visit(plan_at, budget)
@@ -307,6 +418,7 @@ class _Curve:
     plans: list[Plan] = field(default_factory=list)
     visited: dict[int, str] = field(default_factory=dict)
     made: dict[int, Plan] = field(default_factory=dict)
+    references: list[Reference] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.plans.append(self.free)
@@ -345,4 +457,6 @@ class _Curve:
             baseline_saved_bytes=self.free.baseline_saved_bytes,
             device=self.free.device,
             wanted=wanted,
+            step_seconds=step_seconds(self.free),
+            references=tuple(self.references),
         )

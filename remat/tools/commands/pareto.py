@@ -47,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     from remat.resolve import parse_budget
     from remat.tools import plot
     from remat.tools.pareto import iter_pareto
+    from remat.tools.references import REFERENCES
 
     policy = flags.configured(options.policy, options.option, options.device)
     with flags.reading():
@@ -65,6 +66,7 @@ def _run(options: argparse.Namespace) -> int:
                 remat_policy=policy,
                 budgets=options.budgets,
                 points=options.points,
+                references=() if options.plot is None else REFERENCES,
                 argnums=options.argnums,
                 progress=progress,
             ):
@@ -116,6 +118,9 @@ def _show(target: str, curve: Pareto, screen: Screen) -> None:
     screen.line()
     text = f"Peaks are predicted, times are a roofline estimate for {curve.device}: what is added per step."
     screen.paragraph(text, style="dim")
+    if curve.references:
+        text = "Names: what that policy of jax's keeps, in remat's order."
+        screen.paragraph(text, style="dim")
 
 
 def _cells(curve: Pareto) -> list[list[Cell]]:
@@ -135,6 +140,19 @@ def _cells(curve: Pareto) -> list[list[Cell]]:
                 human_flops(point.recompute_flops),
                 human_bytes(point.saved_bytes),
                 f"within {gap:.1%}" if gap else "no bound" if gap is None else "optimal",
+            ]
+        )
+    for entry in curve.references:
+        share = entry.plan.peak_bytes / max(curve.baseline_peak_bytes, 1)
+        cells.append(
+            [
+                entry.name,
+                human_bytes(entry.plan.peak_bytes),
+                f"{share:.0%}",
+                f"+{human_seconds(entry.plan.recompute_seconds)}",
+                human_flops(entry.plan.recompute_flops),
+                human_bytes(entry.plan.saved_bytes),
+                "",
             ]
         )
     return cells

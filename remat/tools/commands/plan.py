@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from remat.plans.plan import Plan
@@ -30,6 +31,7 @@ def register(commands: Any) -> None:
     flags.add_save(plan)
     flags.add_document(plan)
     flags.add_plot(plan)
+    plan.add_argument("--html", type=Path, metavar="FILE.html", help="write a page that shows it")
 
 
 def add_planning(command: argparse.ArgumentParser) -> None:
@@ -78,16 +80,22 @@ def made(options: argparse.Namespace, progress: Progress) -> Plan:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from remat.pictures import page
     from remat.tools import plot
 
-    if options.plot is not None:
-        with flags.reading():
+    with flags.reading():
+        if options.plot is not None:
             plot.check_path(options.plot)
+        if options.html is not None:
+            page.check_page(options.html)
     with Progress(verbose=options.verbose) as progress:
         plan = made(options, progress)
         if options.plot is not None:
             progress(f"drawing {options.plot}")
             plot.timeline(plan, options.plot)
+        if options.html is not None:
+            progress(f"writing {options.html}")
+            plan.to_html(options.html)
     if options.save is not None:
         plan.to_json(options.save)
     deliver(options.json, plan.to_json, lambda screen: _show(plan, options, screen))
