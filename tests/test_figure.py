@@ -1,0 +1,45 @@
+"""The figure of the README is what the committed results give, in text as in place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figure
+from remat.plans.report import human_bytes
+from tests.pictures import texts_of_svg, ticks_of
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install remat[plot])")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_figure_has_the_numbers_of_the_results(theme: str) -> None:
+    texts = texts_of_svg(figure.ASSETS / f"memory_and_time-{theme}.svg")
+    rows = json.loads(figure.RESULTS.read_text())["rows"]
+    rows = [row for row in rows if row["network"] == figure.NETWORK]
+    drawn = [row for row in rows if not row["policy"].startswith(figure.LEFT_OUT)]
+    assert {row["policy"] for row in drawn} > {"none", "jax: dots_saveable", "remat: min_cut"}
+    labels = " ".join(texts)
+    for row in drawn:
+        assert human_bytes(row["temp_bytes"]) in labels
+    assert min(ticks_of(texts)) == 0
+    assert {"temporary memory, compiled [GiB]", "one step, roofline estimate [ms]"} <= {*texts}
+
+
+def test_the_figure_is_drawn_anew_from_the_results(tmp_path: Path) -> None:
+    assert figure.main(["--out", str(tmp_path)]) == 0
+    assert figure.main(["--out", str(tmp_path), "--check"]) == 0
+    for theme in ("light", "dark"):
+        name = f"memory_and_time-{theme}.svg"
+        committed, drawn = (texts_of_svg(folder / name) for folder in (figure.ASSETS, tmp_path))
+        assert sorted(committed) == sorted(drawn)  # places differ with the release of matplotlib
+    path = tmp_path / "memory_and_time-light.svg"
+    path.write_text(path.read_text().replace("GiB", "MiB"))
+    assert figure.main(["--out", str(tmp_path), "--check"]) == 1
+
+
+def test_other_networks_are_errors() -> None:
+    with pytest.raises(ValueError, match="no row of nothing"):
+        figure.data_of(network="nothing")
