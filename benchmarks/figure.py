@@ -17,7 +17,7 @@ from pathlib import Path
 
 from remat.pictures.style import save
 from remat.pictures.tradeoff import Kind, Point, Tradeoff, tradeoff
-from remat.plans.report import human_bytes
+from remat.plans.words import human_bytes
 
 __all__ = ["data_of", "main"]
 
@@ -41,7 +41,9 @@ def data_of(results: Path = RESULTS, network: str = NETWORK) -> Tradeoff:
     rows = [row for row in rows if not row["policy"].startswith(LEFT_OUT)]
     if not rows:
         raise ValueError(f"{results} has no row of {network}")
-    points = tuple(_point(row["policy"], row["temp_bytes"], row["roofline_seconds"]) for row in rows)
+    points = tuple(
+        _point(row["policy"], row["temp_bytes"], row["roofline_seconds"]) for row in rows
+    )
     return Tradeoff(
         title=f"One training step of a bf16 Llama, compiled for {found['device'].upper()}",
         points=points,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figure
-from remat.plans.report import human_bytes
+from remat.plans.words import human_bytes
 from tests.pictures import texts_of_svg, ticks_of
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install remat[plot])")

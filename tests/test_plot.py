@@ -16,10 +16,11 @@ from models import cases, mlp
 from remat.memory.contents import KINDS, contents
 from remat.memory.predict import predict
 from remat.pictures.by_layer import Layer, by_layer, fewer
+from remat.pictures.curves import curves
 from remat.pictures.style import DARK, LIGHT
-from remat.pictures.summary import curves, share_of_step, step_seconds
 from remat.plans.plan import Plan
-from remat.plans.report import human_bytes, human_seconds
+from remat.plans.summary import share_of_time, step_seconds
+from remat.plans.words import human_bytes, human_seconds
 from remat.tools import plot
 from remat.tools.compare import Row
 from remat.tools.pareto import Pareto
@@ -94,9 +95,7 @@ def test_kinds_are_what_they_say(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_timeline_and_table_have_the_same_numbers(
-    name: str, request: Any, tmp_path: Path
-) -> None:
+def test_timeline_and_table_have_the_same_numbers(name: str, request: Any, tmp_path: Path) -> None:
     plan = request.getfixturevalue(name)
     for curve, peak in zip(curves(plan), (plan.baseline_peak_bytes, plan.peak_bytes), strict=True):
         assert curve.peak_bytes == peak == sum(curve.at_peak().values())
@@ -111,7 +110,7 @@ def test_timeline_and_table_have_the_same_numbers(
         assert human_bytes(nbytes) in texts and human_bytes(nbytes) in table
     assert human_seconds(plan.recompute_seconds) in texts
     assert human_seconds(plan.recompute_seconds) in table
-    assert share_of_step(plan) in texts
+    assert share_of_time(plan) in texts and share_of_time(plan) in table
     assert any(text.startswith("live temporaries [") and "iB]" in text for text in texts)
     assert min(ticks_of(texts)) == 0
     assert "no remat" in texts and plan.policy_name in texts
@@ -283,7 +282,8 @@ def test_pareto_svg_says_what_it_shows(curve: Pareto, tmp_path: Path) -> None:
 def test_references_are_in_the_table_and_the_document(curve: Pareto, tmp_path: Path) -> None:
     pareto(curve, tmp_path / "curve.svg")
     drawn = ", ".join(texts_of_svg(tmp_path / "curve.svg"))
-    assert [entry["name"] for entry in curve.to_dict()["references"]] == ["dots_saveable", "nothing_saveable"]  # fmt: skip
+    names = [entry["name"] for entry in curve.to_dict()["references"]]
+    assert names == ["dots_saveable", "nothing_saveable"]
     for entry in curve.references:
         assert entry.name in drawn and f"  {entry.name}  " in str(curve)
         assert human_bytes(entry.plan.peak_bytes) in str(curve)
@@ -291,6 +291,7 @@ def test_references_are_in_the_table_and_the_document(curve: Pareto, tmp_path: P
 
 def test_references_keep_what_jax_keeps() -> None:
     """The values that jax's policy saves, as jax itself says."""
+
     def loss(w: Any, x: Any) -> Any:
         for _ in range(3):
             x = jnp.sin(jnp.einsum("bij,bjk->bik", jnp.cos(x @ w), x))

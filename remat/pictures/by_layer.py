@@ -16,8 +16,8 @@ from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
 from remat.plans.record import LoopRecord, PlanRecord
-from remat.plans.words import short_scope, short_source
 from remat.plans.schedule import no_remat_saved
+from remat.plans.words import short_scope, short_source
 
 __all__ = ["Layer", "by_layer", "fewer"]
 

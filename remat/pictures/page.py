@@ -15,7 +15,15 @@ from pathlib import Path
 from remat.memory.predict import predict
 from remat.pictures.graph import MOST_OPERATORS, graph, graph_title
 from remat.pictures.layers import layers, layers_title
-from remat.pictures.style import DARK, LIGHT, Draw, PlotError, check_matplotlib, inline_svg
+from remat.pictures.style import (
+    DARK,
+    LIGHT,
+    Draw,
+    PlotError,
+    check_matplotlib,
+    inline_svg,
+    printable,
+)
 from remat.pictures.timeline import timeline, timeline_title
 from remat.pictures.tradeoff import Tradeoff, tradeoff
 from remat.plans.record import PlanRecord
@@ -127,7 +135,7 @@ def page(plan: PlanRecord) -> str:
 
 def _piece(content: str, more: str = "") -> str:
     """A piece of a page with its own style, that changes nothing around it."""
-    return f'<div class="remat {more}"><style>{_style()}</style>{content}</div>'
+    return printable(f'<div class="remat {more}"><style>{_style()}</style>{content}</div>')
 
 
 def _colors(palette: object) -> str:

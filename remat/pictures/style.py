@@ -40,6 +40,7 @@ __all__ = [
     "check_path",
     "figure_of",
     "inline_svg",
+    "printable",
     "save",
     "second_scale",
     "share_axis",
@@ -184,7 +185,7 @@ def svg(draw: Draw, *, title: str, theme: str = "auto") -> str:
         written = io.StringIO()
         nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(written, format="svg", metadata=nothing)
-    return _cleaned(written.getvalue(), title, theme)
+    return printable(_cleaned(written.getvalue(), title, theme))
 
 
 def inline_svg(draw: Draw, *, title: str, name: str) -> str:
@@ -200,6 +201,11 @@ def inline_svg(draw: Draw, *, title: str, name: str) -> str:
     for old in (r'(\sid=")', r"(url\(#)", r'(\shref="#)'):
         text = re.sub(old, rf"\g<1>{name}-", text)
     return text
+
+
+def printable(text: str) -> str:
+    """Returns a text without what neither XML nor HTML may hold: a name of the user's can be any string."""
+    return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
 
 def _style() -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from remat.memory.contents import KINDS
+from remat.pictures.curves import BEYOND, Curve, curves
 from remat.pictures.style import Draw, Palette, axes_in, byte_scale, figure_of
-from remat.pictures.summary import BEYOND, Curve, curves
 from remat.plans.record import PlanRecord
 from remat.plans.summary import share_of_time
 from remat.plans.words import human_bytes, human_seconds
@@ -40,7 +40,7 @@ def timeline_title(plan: PlanRecord) -> str:
 def timeline(plan: PlanRecord) -> Draw:
     """Returns what draws the predicted live bytes, kernel by kernel, before and after, by kind.
 
-    The peaks are those of the plan, `baseline_peak_bytes` and `peak_bytes`; see `remat.pictures.summary`.
+    The peaks are those of the plan, `baseline_peak_bytes` and `peak_bytes`; see `remat.pictures.curves`.
     """
     before, after = curves(plan)
 
@@ -75,13 +75,14 @@ def _panel(
     edges = [*places, len(curve.nbytes)]
     colors = [getattr(palette, kind) for kind in KINDS]
     shown = [k for k, part in enumerate(parts) if any(part)]
-    axes.stackplot(
-        edges,
-        [parts[k] for k in shown],
-        step="post",
-        colors=[colors[k] for k in shown],
-        linewidth=0,
-    )
+    if shown:
+        axes.stackplot(
+            edges,
+            [parts[k] for k in shown],
+            step="post",
+            colors=[colors[k] for k in shown],
+            linewidth=0,
+        )
     axes.set_xlim(0, max(len(curve.nbytes), 1))
     axes.set_title(name, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink)
     axes.set_xlabel("kernels run, a loop as one" if has_loops else "kernels run")

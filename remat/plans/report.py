@@ -138,7 +138,13 @@ def _summary(plan: PlanRecord) -> list[str]:
         ("kept for the backward pass", *_against(plan.baseline_saved_bytes, plan.saved_bytes)),
         (peak, *_against(plan.baseline_peak_bytes, plan.peak_bytes)),
         ("operations repeated", "-", human_flops(plan.recompute_flops), _share(plan), ""),
-        ("time to repeat (estimate)", "-", human_seconds(plan.recompute_seconds), share_of_time(plan), ""),
+        (
+            "time to repeat (estimate)",
+            "-",
+            human_seconds(plan.recompute_seconds),
+            share_of_time(plan),
+            "",
+        ),
     ]
     lines = table(rows, "<>>><")
     if plan.loops:

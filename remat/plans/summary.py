@@ -21,7 +21,17 @@ from remat.plans.words import (
     numberless_scope,
 )
 
-__all__ = ["Headline", "Row", "again_rows", "headline", "kept_rows", "share_of_step", "share_of_time", "step_seconds", "totals"]
+__all__ = [
+    "Headline",
+    "Row",
+    "again_rows",
+    "headline",
+    "kept_rows",
+    "share_of_step",
+    "share_of_time",
+    "step_seconds",
+    "totals",
+]
 
 
 @dataclass(frozen=True)
