@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.graph import Graph, Op
+from remat.pictures.style import printable
 from remat.plans.record import LoopRecord, PlanRecord
 from remat.plans.schedule import no_remat_saved
 from remat.plans.words import short_scope, short_source
@@ -188,7 +189,8 @@ class _Names:
     def of(self, op: Op) -> str:
         """The layer of an operator."""
         path = tuple(short_scope(op.scope).split("/"))
-        return "/".join(self._cut(path, self.parts)) or short_source(op.source) or op.name
+        name = "/".join(self._cut(path, self.parts)) or short_source(op.source) or op.name
+        return printable(name)
 
     def of_value(self, graph: Graph, value: int) -> str:
         """The layer of a value; inputs have one only if they live for one iteration."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remat.core.graph import Graph, Op
-from remat.pictures.style import Draw, Palette, PlotError, figure_of
+from remat.pictures.style import Draw, Palette, PlotError, figure_of, printable
 from remat.plans.record import PlanRecord
 from remat.plans.words import human_bytes
 
@@ -216,7 +216,8 @@ def _draw_box(axes: Axes, plan: PlanRecord, op: Op, box: _Box, palette: Palette)
         zorder=2,
     )
     axes.add_patch(patch)
-    name = op.name if len(op.name) <= _LONGEST_NAME else op.name[: _LONGEST_NAME - 1] + "…"
+    name = printable(op.name)
+    name = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
     axes.text(
         box.x,
         box.y,

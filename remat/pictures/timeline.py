@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.memory.contents import KINDS
 from remat.pictures.curves import BEYOND, Curve, curves
-from remat.pictures.style import Draw, Palette, axes_in, byte_scale, figure_of
+from remat.pictures.style import Draw, Palette, axes_in, byte_scale, figure_of, printable
 from remat.plans.record import PlanRecord
 from remat.plans.summary import share_of_time
 from remat.plans.words import human_bytes, human_seconds
@@ -84,7 +84,7 @@ def _panel(
             linewidth=0,
         )
     axes.set_xlim(0, max(len(curve.nbytes), 1))
-    axes.set_title(name, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink)
+    axes.set_title(printable(name), loc="left", fontsize=10.5, fontweight="bold", color=palette.ink)
     axes.set_xlabel("kernels run, a loop as one" if has_loops else "kernels run")
     axes.axvline(curve.turn, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 3)))
     late = curve.turn > 0.5 * len(curve.nbytes)

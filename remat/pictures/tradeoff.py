@@ -13,6 +13,7 @@ from remat.pictures.style import (
     axes_in,
     byte_scale,
     figure_of,
+    printable,
     second_scale,
     share_axis,
 )
@@ -111,7 +112,9 @@ def tradeoff(data: Tradeoff) -> Draw:
         axes.set_ylim(0, 1.16 * most_cost / scale if most_cost else 1)
         axes.set_xlabel(f"{data.memory} [{unit_name}]")
         axes.set_ylabel(f"{data.cost} [{scale_name}]")
-        axes.set_title(data.title, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink)
+        axes.set_title(
+            printable(data.title), loc="left", fontsize=10.5, fontweight="bold", color=palette.ink
+        )
         places = _together(data.points, unit, scale)
         _lines(axes, data, unit, scale, palette)
         for (x, y), points in places.items():
@@ -219,7 +222,9 @@ def _place_labels(
             for a, b in ((ends[i : i + 2, 0], ends[i : i + 2, 1]) for i in range(len(ends) - 1))
         ]
     for place in sorted(places, key=lambda place: (-place[1], place[0])):
-        label = ", ".join(dict.fromkeys(point.label for point in places[place] if point.label))
+        label = printable(
+            ", ".join(dict.fromkeys(point.label for point in places[place] if point.label))
+        )
         if not label:
             continue
         text = axes.annotate(
