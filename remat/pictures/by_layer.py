@@ -133,11 +133,11 @@ def _stacked(
     plain = plan.graph.plain or plan.graph
     for value in no_remat_saved(plain):
         loop = _loop_of(plain, value)
-        if loop in loops and _costs(plain, value):
+        if loop is not None and loop in loops and _costs(plain, value):
             before[loop] += plain.values[value].nbytes
     for entry in plan.saved:
         loop = _loop_of(plan.graph, entry.value)
-        if loop in loops and _costs(plan.graph, entry.value):
+        if loop is not None and loop in loops and _costs(plan.graph, entry.value):
             after[loop] += entry.nbytes
     for path, entry in loops.items():
         body = entry.plan

@@ -46,7 +46,7 @@ class Curve:
 
         `BEYOND` is what `peak_bytes` counts besides; with it the sum is `peak_bytes`.
         """
-        found = dict(zip(KINDS, self.nbytes[self.peak], strict=True))
+        found: dict[str, int] = dict(zip(KINDS, self.nbytes[self.peak], strict=True))
         found[BEYOND] = self.peak_bytes - sum(found.values())
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 

@@ -297,7 +297,13 @@ def share_axis(axes: Axes, palette: Palette, whole: float, label: str) -> None:
     """Adds what the y axis says as a share of `whole`, at the right."""
     from matplotlib.ticker import PercentFormatter
 
-    right = axes.secondary_yaxis("right", functions=(lambda y: y / whole, lambda y: y * whole))
+    def share(y: Any) -> Any:
+        return y / whole
+
+    def back(y: Any) -> Any:
+        return y * whole
+
+    right = axes.secondary_yaxis("right", functions=(share, back))
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     right.tick_params(colors=palette.muted, labelsize=9)
     right.spines["right"].set_color(palette.muted)

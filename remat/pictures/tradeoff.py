@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from remat.pictures.style import (
     Draw,
@@ -215,12 +218,10 @@ def _place_labels(
     at = {place: axes.transData.transform(place) for place in places}
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
     for line in axes.get_lines():  # a label that a line crosses cannot be read
-        path = line.get_transform().transform_path(line.get_path())
-        ends = path.vertices
-        taken += [
-            Bbox.from_extents(*(a.min() - 2, b.min() - 2, a.max() + 2, b.max() + 2))
-            for a, b in ((ends[i : i + 2, 0], ends[i : i + 2, 1]) for i in range(len(ends) - 1))
-        ]
+        corners = line.get_transform().transform(np.asarray(line.get_xydata()))
+        for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+            low, high = (min(x0, x1) - 2, min(y0, y1) - 2), (max(x0, x1) + 2, max(y0, y1) + 2)
+            taken.append(Bbox.from_extents(*low, *high))
     for place in sorted(places, key=lambda place: (-place[1], place[0])):
         label = printable(
             ", ".join(dict.fromkeys(point.label for point in places[place] if point.label))

@@ -15,15 +15,23 @@ import numpy as np
 
 from remat.dtr.log import Call, Log
 from remat.dtr.simulator import Run
+from remat.pictures.style import (
+    Palette,
+    PlotError,
+    axes_in,
+    byte_scale,
+    check_path,
+    figure_of,
+    save,
+)
 from remat.plans.words import human_bytes
-from remat.tools.plot import PlotError, check_path, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["Stay", "draw_run", "memory_curve", "stays"]
 
-_FIRST, _AGAIN, _EVICTED, _BUDGET = "#1b6ca8", "#c4661f", "#8a8a8a", "#333333"
 _MOST_COLUMNS, _MOST_ROWS = 1600, 900  # of the picture of what is there: about what a screen shows
 
 
@@ -71,7 +79,7 @@ def memory_curve(run: Run) -> list[int]:
     return [move.memory_bytes for move in run.trace if move.action in ("run", "again")]
 
 
-def draw_run(log: Log, run: Run, path: str | Path, title: str = "") -> None:
+def draw_run(log: Log, run: Run, path: str | Path, title: str = "", *, theme: str = "auto") -> None:
     """Draws memory over time with evictions and rematerializations, and below it which storages are there.
 
     Args:
@@ -79,51 +87,59 @@ def draw_run(log: Log, run: Run, path: str | Path, title: str = "") -> None:
         run: what came of it, with its trace.
         path: of the picture, `.png` or `.svg`.
         title: what was replayed.
+        theme: as in `remat.tools.plot.timeline`.
 
     Raises:
         PlotError: the run has no trace, or see `check_path`.
     """
-    check_path(path)
+    check_path(path, theme)
     if not run.trace:
         raise PlotError("the run has no trace: simulate(..., trace=True) keeps it")
-    figure, axes = new_figure(9.0, 7.2)
-    axes.remove()
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    _draw_memory(upper, run)
-    _draw_storages(lower, stays(log, run))
     backward = _backward_step(log, run)
-    for panel in (upper, lower):
-        panel.spines[["top", "right"]].set_visible(False)
+    is_whole = run.status == "ok"
+    overhead = f"{run.overhead:.1%} repeated" if is_whole else run.status.replace("_", " ")
+    title = f"{title or 'DTR'}: {overhead}"
+
+    def draw(palette: Palette) -> Figure:
+        figure = figure_of(9.0, 7.2, palette)
+        grid = figure.add_gridspec(2, 1, height_ratios=(2, 3))
+        upper = axes_in(figure, palette, grid[0, 0])
+        lower = axes_in(figure, palette, grid[1, 0], sharex=upper)
+        upper.tick_params(labelbottom=False)
+        lower.grid(visible=False)
+        _draw_memory(upper, run, palette)
+        _draw_storages(lower, stays(log, run), palette)
         if backward is not None:
-            panel.axvline(backward, color=_BUDGET, linewidth=0.8, linestyle=(0, (4, 3)))
-    overhead = (
-        f"{run.overhead:.1%} repeated" if run.status == "ok" else run.status.replace("_", " ")
-    )
-    upper.set_title(f"{title or 'DTR'}: {overhead}", loc="left", fontsize=11)
-    save_figure(figure, path)
+            for panel in (upper, lower):
+                panel.axvline(backward, color=palette.ink, linewidth=0.8, linestyle=(0, (4, 3)))
+        upper.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink)
+        return figure
+
+    save(draw, path, title=title, theme=theme)
 
 
-def _draw_memory(axes: Axes, run: Run) -> None:
+def _draw_memory(axes: Axes, run: Run, palette: Palette) -> None:
     memory = memory_curve(run)
-    unit, name = (2**20, "MiB") if run.peak_bytes >= 2**20 else (1, "bytes")
+    unit, name = byte_scale(max(run.peak_bytes, 1))
     steps = range(1, len(memory) + 1)
     scaled = [count / unit for count in memory]
-    axes.fill_between(steps, scaled, step="mid", color=_FIRST, alpha=0.15, linewidth=0)
-    axes.step(steps, scaled, where="mid", color=_FIRST, linewidth=1.0)
+    axes.fill_between(steps, scaled, step="mid", color=palette.kept, alpha=0.15, linewidth=0)
+    axes.step(steps, scaled, where="mid", color=palette.kept, linewidth=1.0)
     top = max(*memory, run.budget_bytes or 0, 1) / unit
     if run.budget_bytes is not None and run.budget_bytes <= 2 * run.peak_bytes:
-        axes.axhline(run.budget_bytes / unit, color=_BUDGET, linewidth=0.9)
+        axes.axhline(run.budget_bytes / unit, color=palette.ink, linewidth=0.9)
         axes.text(
             0,
             run.budget_bytes / unit,
             f" budget {human_bytes(run.budget_bytes)}",
             va="bottom",
             fontsize=9,
+            color=palette.ink,
         )
     marks = {
-        "again": ([], _AGAIN, 0.03),
-        "evict": ([], _EVICTED, 0.08),
-        "banish": ([], _EVICTED, 0.08),
+        "again": ([], palette.recomputed, 0.03),
+        "evict": ([], palette.baseline, 0.08),
+        "banish": ([], palette.baseline, 0.08),
     }
     ran = 0
     for move in run.trace:
@@ -139,21 +155,24 @@ def _draw_memory(axes: Axes, run: Run) -> None:
             markersize=6,
             markeredgewidth=0.6,
         )
-    axes.plot([], [], "|", color=_EVICTED, label=f"evicted {run.evictions + run.banished:,}")
-    axes.plot([], [], "|", color=_AGAIN, label=f"made again {run.rematerializations:,}")
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right", bbox_to_anchor=(1.0, 1.14))
+    axes.plot(
+        [], [], "|", color=palette.baseline, label=f"evicted {run.evictions + run.banished:,}"
+    )
+    axes.plot([], [], "|", color=palette.recomputed, label=f"made again {run.rematerializations:,}")
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 2}
+    axes.legend(fontsize=9, labelcolor=palette.ink, **place)
     axes.set_ylim(-0.12 * top, 1.12 * top)
     axes.set_ylabel(f"memory [{name}]")
 
 
-def _draw_storages(axes: Axes, found: Sequence[Stay]) -> None:
+def _draw_storages(axes: Axes, found: Sequence[Stay], palette: Palette) -> None:
     from matplotlib.colors import ListedColormap
 
     rows = max((stay.storage for stay in found), default=0) + 1
     columns = max((stay.end for stay in found), default=1)
     picture = occupancy(found, min(rows, _MOST_ROWS), min(columns, _MOST_COLUMNS))
     place: dict[str, Any] = {"extent": (0.5, columns + 0.5, -0.5, rows - 0.5), "origin": "lower"}
-    colors = ListedColormap(["#ffffff", _FIRST, _AGAIN])
+    colors = ListedColormap(["#ffffff00", palette.kept, palette.recomputed])
     axes.imshow(
         picture, aspect="auto", cmap=colors, vmin=0, vmax=2, interpolation="nearest", **place
     )
