@@ -15,7 +15,7 @@ from tests.rooms import DOORS, FILES, FRAMEWORKS, ROOMS, ROOT, arrows, imports_o
 DELAYED = {
     ("remat.plans.plan", "remat.api"): "plan.annotate(f) applies the plan",
     ("remat.plans.plan", "jax"): "plan.policy is a policy of jax",
-    ("remat.plans.plan", "remat.pictures.page"): "plan.show(), plan.to_html() and what a notebook shows",
+    ("remat.plans.plan", "remat.pictures.page"): "plan.show(), plan.to_html()",
 }
 WITHOUT_JAX = (*ROOMS[: ROOMS.index("compat")], "planning")
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib")
