@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.dtr_programs import PUBLISHED_STATISTICS
 from remat.dtr import LogError, Statistics, load_log, read_log, simulate, statistics
 from remat.dtr import log as log_module
 from remat.dtr.export import log_lines
-from tests.test_dtr import PEAKS, Writer, chain, public_log, random_log, written
+from tests.test_dtr import Writer, chain, needed_log, random_log, written
 
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1.5, float("nan"), float("inf"), 10**30, "", "x0", "-1", "0", "1e3", "\ud800",
@@ -234,18 +235,11 @@ def test_a_chain_of_a_hundred_thousand() -> None:
     assert run.storage_accesses < 10 * run.evictions
 
 
-TABLE = {
-    "unet": (399, 512, 544, 2532, 8415764640, 435278292, 93386276),
-    "resnet32": (509, 696, 763, 3552, 10061179152, 291905487, 35584920),
-    "transformer": (3154, 3457, 3912, 13926, 9864405000, 276259118, 263197248),
-}
-
-
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", PUBLISHED_STATISTICS)
 def test_statistics_of_the_public_logs(name: str) -> None:
-    found = statistics(public_log(name))
+    found = statistics(needed_log(name))
     row = (found.ops, found.tensors, found.op_edges, found.events)
-    assert (*row, found.peak_bytes, found.cost, found.constant_bytes) == TABLE[name]
+    assert (*row, found.peak_bytes, found.cost, found.constant_bytes) == PUBLISHED_STATISTICS[name]
 
 
 def test_statistics() -> None:

@@ -61,14 +61,18 @@ DENSENET = DenseNetConfig(batch=32, size=64, blocks=(6, 8, 8), growth=24, classe
 DENSENET_SMALL = DenseNetConfig(batch=4, size=8, blocks=(2, 2), growth=4, classes=10)
 
 
-def densenet(small: bool = False) -> Case:
+DENSENET_BC_100 = DenseNetConfig(batch=32, size=32, blocks=(16, 16, 16), growth=12, classes=10)
+"""100 layers of growth 12 on CIFAR images, a network of Huang et al., table 2."""
+
+
+def densenet(small: bool = False, config: DenseNetConfig | None = None) -> Case:
     """DenseNet-BC (Huang et al. 2017) of 22 layers and growth 24, batch 32 of 64 x 64, float32.
 
     Each layer reads the concatenation of all before it in its block; norms are over the batch.
 
     `loss(params, images, labels)`: the mean cross entropy of `int[B]` after `[B, S, S, 3]`.
     """
-    config = DENSENET_SMALL if small else DENSENET
+    config = config or (DENSENET_SMALL if small else DENSENET)
 
     def loss(params: Params, images: Array, labels: Array) -> Array:
         x = _conv(params["first"], images)
