@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 
 from remat.core.deadline import limited, seconds_left
 from remat.core.devices import get_device
-from remat.core.errors import PolicyError
+from remat.core.errors import PolicyError, number_or_nan
 from remat.core.graph import Graph
 from remat.core.interrupt import ended, say, solver_says
 from remat.policies.base import BudgetPolicy, Decision
@@ -72,7 +72,7 @@ class Checkmate(BudgetPolicy):
             raise PolicyError(
                 f"Checkmate(objective={self.objective!r}): expected 'seconds' or 'flops'"
             )
-        if not (self.seconds > 0 and 0 <= self.gap < 1):  # nan is neither
+        if not (number_or_nan(self.seconds) > 0 and 0 <= number_or_nan(self.gap) < 1):
             raise PolicyError(
                 f"Checkmate(seconds={self.seconds!r}, gap={self.gap!r}): expected positive seconds and a gap "
                 "from 0 to 1"

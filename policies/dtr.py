@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 from remat.core.deadline import limited
 from remat.core.devices import get_device
-from remat.core.errors import PolicyError, nearest
+from remat.core.errors import PolicyError, nearest, number_or_nan
 from remat.core.graph import Graph
 from remat.core.interrupt import ended, say
 from remat.dtr.heuristics import HEURISTICS, Scoring
@@ -73,7 +73,7 @@ class Dtr(BudgetPolicy):
             raise PolicyError(f"Dtr(eviction={self.eviction!r}): expected 'eager' or 'banish'")
         if type(self.seed) is not int:
             raise PolicyError(f"Dtr(seed={self.seed!r}): expected an integer")
-        if not (self.thrash >= 1 and self.seconds > 0):  # nan is neither
+        if not (number_or_nan(self.thrash) >= 1 and number_or_nan(self.seconds) > 0):
             raise PolicyError(
                 f"Dtr(thrash={self.thrash!r}, seconds={self.seconds!r}): expected at least 1 (once what the "
                 "program computes), and positive seconds"

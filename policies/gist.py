@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from remat.core.errors import PolicyError
+from remat.core.errors import PolicyError, number_or_nan
 from remat.core.forms import applicable, get_encoding, is_lossless, stored_bytes
 from remat.core.graph import Graph, Implementations, Op
 from remat.core.primitives import Trait, primitives_with
@@ -66,7 +66,7 @@ class Gist(Policy):
                 f"Gist(precision={self.precision!r}): expected 'float16', 'bfloat16', 'float8_e4m3', "
                 "'float8_e5m2' or None"
             )
-        if self.sparse is not None and not 1e-6 <= self.sparse <= 1:
+        if self.sparse is not None and not 1e-6 <= number_or_nan(self.sparse) <= 1:
             raise PolicyError(
                 f"Gist(sparse={self.sparse!r}): expected the share of values there is room for, above 0 and "
                 "at most 1, or None"

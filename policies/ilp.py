@@ -41,7 +41,7 @@ from typing import ClassVar, Literal, Protocol
 
 from remat.core.deadline import limited, seconds_left
 from remat.core.devices import get_device
-from remat.core.errors import BudgetError, PolicyError
+from remat.core.errors import BudgetError, PolicyError, number_or_nan
 from remat.core.graph import Alternatives, Graph, Implementations
 from remat.core.interrupt import ended, say, solver_says
 from remat.policies.base import BudgetPolicy, Decision, check_implementations
@@ -142,7 +142,7 @@ class Ilp(BudgetPolicy):
                 f"Ilp(method={self.method!r}): expected 'auto', 'exact', 'search' or 'starts'"
             )
         numbers = (self.seconds, self.effort, self.exact_limit, self.tolerance)
-        if not (self.seconds > 0 and all(number >= 0 for number in numbers)):  # nan is neither
+        if not all(number_or_nan(number) >= 0 for number in numbers) or self.seconds == 0:
             raise PolicyError(
                 f"Ilp(seconds={self.seconds!r}, effort={self.effort!r}, exact_limit={self.exact_limit!r}, "
                 f"tolerance={self.tolerance!r}): expected positive numbers"

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from remat.core.devices import get_device
-from remat.core.errors import PolicyError
+from remat.core.errors import PolicyError, number_or_nan
 from remat.core.graph import Graph, Implementations, Phase
 from remat.policies.base import Decision, Policy, check_implementations
 from remat.policies.buffers.saved_cut import MOST_WEIGHT, CutRules, saved_cut
@@ -70,14 +70,15 @@ class MinCut(Policy):
     name: ClassVar[str] = "min_cut"
 
     def __post_init__(self) -> None:
-        if self.memory_weight is not None and not 0 <= self.memory_weight <= MOST_WEIGHT:
+        weight = 0 if self.memory_weight is None else number_or_nan(self.memory_weight)
+        if not 0 <= weight <= MOST_WEIGHT:
             raise PolicyError(
                 f"MinCut(memory_weight={self.memory_weight!r}): expected a number from 0 (the paper's "
                 f"objective, traffic only) to {MOST_WEIGHT}, or None (as much as `dots_saveable` asks for)"
             )
         _one_of("heavy", self.heavy, ("ban", "batched", "roofline"))
         _one_of("random", self.random, ("ban", "cheap"))
-        if not self.reduction_ratio >= 1:  # nan is not
+        if not number_or_nan(self.reduction_ratio) >= 1:
             raise PolicyError(
                 f"MinCut(reduction_ratio={self.reduction_ratio!r}): expected an integer of at least 1"
             )

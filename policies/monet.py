@@ -39,7 +39,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from remat.core.deadline import limited, seconds_left
-from remat.core.errors import BudgetError, PolicyError
+from remat.core.errors import BudgetError, PolicyError, number_or_nan
 from remat.core.graph import Alternatives, Graph, Implementations, Site, is_wanted, wanted_sites
 from remat.core.interrupt import ended, say, solver_says
 from remat.policies.base import BudgetPolicy, Decision, check_implementations, check_names
@@ -85,7 +85,7 @@ class Monet(BudgetPolicy):
 
     def __post_init__(self) -> None:
         check_implementations("Monet", self.implementations)
-        if self.exact_limit < 0:
+        if not number_or_nan(self.exact_limit) >= 0:
             raise PolicyError(
                 f"Monet(exact_limit={self.exact_limit!r}): expected a number of buffers, 0 for never"
             )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from remat.core.errors import PolicyError
+from remat.core.errors import PolicyError, number_or_nan
 from remat.core.graph import Graph
 from remat.core.interrupt import ended
 from remat.policies.base import BudgetPolicy, Decision
@@ -45,7 +45,7 @@ class Revolve(BudgetPolicy):
     name: ClassVar[str] = "revolve"
 
     def __post_init__(self) -> None:
-        if self.snapshots is not None and self.snapshots < 1:
+        if self.snapshots is not None and not number_or_nan(self.snapshots) >= 1:
             raise PolicyError(
                 f"Revolve(snapshots={self.snapshots!r}): expected at least 1, or None"
             )

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from remat.core.errors import PolicyError
+from remat.core.errors import PolicyError, number_or_nan
 from remat.core.graph import Graph
 from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, condense
@@ -63,7 +63,9 @@ class Sublinear(BudgetPolicy):
             raise PolicyError(
                 f"Sublinear(method={self.method!r}): expected one of {list(_METHODS)}"
             )
-        if self.k is not None and (self.k < 1 or self.method not in ("sqrt", "recursive")):
+        if self.k is not None and (
+            not number_or_nan(self.k) >= 1 or self.method not in ("sqrt", "recursive")
+        ):
             raise PolicyError(
                 f"Sublinear(method={self.method!r}, k={self.k!r}): k is the number of segments of 'sqrt' or of "
                 "cuts per level of 'recursive', at least 1"

@@ -4,6 +4,7 @@ Names are imported when they are first used: the graph, plans, the memory model 
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def __getattr__(name: str) -> object:
         return found
     if name in _MODULES:
         return importlib.import_module(f"remat.{name}")
-    raise AttributeError(f"module 'remat' has no attribute {name!r}")
+    # With these Python names what was probably meant.
+    text = f"module 'remat' has no attribute {name!r}"
+    raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

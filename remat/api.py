@@ -12,7 +12,14 @@ from remat.core.interrupt import Progress
 from remat.planning.planners import Confirm
 from remat.plans.plan import Plan
 from remat.trace.jitted import has_nnx_modules
-from remat.wrapping import both_spellings, differentiated, plan_call, static_names, static_numbers
+from remat.wrapping import (
+    both_spellings,
+    check_keywords,
+    differentiated,
+    plan_call,
+    static_names,
+    static_numbers,
+)
 
 __all__ = ["checkpoint", "plan"]
 
@@ -50,6 +57,8 @@ def plan(
     Raises:
         PolicyError, BudgetError, TraceError: as `remat.checkpoint`.
     """
+    if callable(fun):
+        check_keywords(fun, kwargs, plan)
     options: dict[str, Any] = dict(
         remat_policy=chosen_policy(None, remat_policy, budget),
         budget=budget,

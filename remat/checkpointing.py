@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from remat import compat
-from remat.core.errors import PolicyError, RematWarning, TraceError, nearest
+from remat.core.errors import PolicyError, RematWarning, TraceError, nearest, shown
 from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.resolve import JaxPolicy, Off, resolve
 from remat.trace.calls import Filter, flatten_call
@@ -197,7 +197,7 @@ def chosen_policy(policy: Any, remat_policy: Any, budget: int | float | str | No
         return remat_policy
     if remat_policy is not UNSET and remat_policy is not None:
         raise PolicyError(
-            f"both policy={policy!r} and remat_policy={remat_policy!r} were given; they mean the same: "
+            f"both policy={shown(policy)} and remat_policy={shown(remat_policy)} were given; they mean the same: "
             "pass one of them"
         )
     return policy

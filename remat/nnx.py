@@ -22,7 +22,7 @@ from remat.core.errors import TraceError
 from remat.planning.planners import Confirm
 from remat.plans.plan import Plan
 from remat.resolve import JaxPolicy, Off, resolve
-from remat.trace.calls import is_array
+from remat.trace.calls import as_tuple, is_array
 from remat.wrapping import plan_call as _plan_call
 
 __all__ = ["checkpoint", "plan_call", "remat"]
@@ -122,7 +122,7 @@ def plan_call(
     _check(f, None, None)
     given = _positional(f, args, kwargs)
     count = len(given)
-    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wanted = as_tuple(argnums)
     wanted = {i + count if i < 0 else i for i in wanted}
     if any(not 0 <= i < count for i in wanted):
         raise TraceError(

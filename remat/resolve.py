@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from remat.core.devices import Device, get_device
-from remat.core.errors import BudgetError, CompileError, PolicyError, nearest
+from remat.core.errors import BudgetError, CompileError, PolicyError, nearest, shown
 from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.plans.plan import Plan
 from remat.policies import POLICIES, Policy, get_policy
@@ -35,6 +35,46 @@ _VARIABLE = "REMAT_CONFIRM"
 # What training configs already say; MaxText's `minimal` keeps the matmuls without batch dimensions.
 _CONFIG_NAMES = {"minimal": "dots_with_no_batch_dims_saveable"}
 _OFF_NAMES = frozenset({"none"})
+_ELSEWHERE = {
+    "a bound on memory is another argument: budget='6GiB', or budget=0.5": (
+        "budget",
+        "memory_budget",
+        "activation_memory_budget",
+        "max_memory",
+        "memory_limit",
+        "memory",
+    ),
+    "keeping nothing, so that everything is recomputed, is 'full'": (
+        "all",
+        "checkpoint",
+        "everything",
+        "full_remat",
+        "recompute",
+        "recompute_all",
+        "recompute_everything",
+        "remat",
+        "save_nothing",
+    ),
+    "keeping what is dear and recomputing what is cheap is 'min_cut', the default": (
+        "default",
+        "partition",
+        "recomputable",
+        "selective",
+        "smart",
+        "true",
+    ),
+    "no rematerialization is None or 'none', and 'save_all' plans it": (
+        "false",
+        "off",
+        "save_everything",
+    ),
+    "the cheapest plan within a bound is 'ilp', with budget=": ("best", "exact", "milp", "optimal"),
+    "offload to the host is not planned; jax's own policies are passed through": (
+        "offload",
+        "offloading",
+        "offload_all",
+    ),
+}
 _NEED_ARGUMENTS = frozenset(
     {
         "offload_dot_with_no_batch_dims",
@@ -81,7 +121,7 @@ def resolve(remat_policy: Any, budget: Any = None, confirm: Any = None) -> Resol
     found = _resolve(remat_policy, limit)
     if limit is not None and not isinstance(found, PolicyPlanner):
         raise BudgetError(
-            f"budget={budget!r} cannot be held by remat_policy={remat_policy!r}: "
+            f"budget={shown(budget)} cannot be held by remat_policy={shown(remat_policy)}: "
             + (
                 "a saved plan has the budget that it was made for. Plan again with remat.plan(..., budget=...), or "
                 "leave the budget out"
@@ -123,7 +163,7 @@ def parse_confirm(confirm: Any) -> Confirm | None:
             get_device(confirm.device)
         return confirm
     raise CompileError(
-        f"confirm={confirm!r} of type {type(confirm).__name__}; expected True, False, a number of compiles, "
+        f"confirm={shown(confirm)} of type {type(confirm).__name__}; expected True, False, a number of compiles, "
         "'auto', 'attached', the name of a device ('h200', 'cpu'), or remat.Confirm(compiles=, device=)"
     )
 
@@ -168,7 +208,7 @@ def _resolve(remat_policy: Any, limit: int | float | None) -> Resolved:
     if callable(remat_policy):
         return JaxPolicy(remat_policy)
     raise PolicyError(
-        f"remat_policy={remat_policy!r} of type {type(remat_policy).__name__}; expected a name, a "
+        f"remat_policy={shown(remat_policy)} of type {type(remat_policy).__name__}; expected a name, a "
         "remat.policies object, a remat.Plan or the path of one, a jax checkpoint policy, or None"
     )
 
@@ -195,11 +235,24 @@ def _resolve_name(name: str, limit: int | float | None) -> Resolved:
         return JaxPolicy(theirs[_CONFIG_NAMES[name]])
     if name.endswith(".json") or Path(name).is_file():
         return PlanPlanner(Plan.from_json(name))
-    valid = [*sorted(POLICIES), *sorted(_OFF_NAMES), *sorted(_CONFIG_NAMES), *sorted(theirs)]
+    ours = [*sorted(POLICIES), *sorted(_OFF_NAMES), *sorted(_CONFIG_NAMES)]
+    word = name.strip().lower().replace("-", "_").replace(" ", "_")
+    if word in (*ours, *theirs):
+        meant = f"; did you mean {word!r}?"
+    else:
+        meant = _meant(word) or nearest(name, [*ours, *theirs]) or nearest(word, [*ours, *theirs])
     raise PolicyError(
-        f"unknown remat_policy={name!r}{nearest(name, valid) or '.'} Valid names: {valid}; or "
+        f"unknown remat_policy={shown(name)}{meant or '.'} Valid names: {ours}, of jax's own {sorted(theirs)}; or "
         "pass a remat.policies object, a remat.Plan, the path of a saved plan (*.json), or a jax checkpoint policy"
     )
+
+
+def _meant(word: str) -> str:
+    """What a word of other libraries, or of other arguments, is called here; nothing if it is none that we know."""
+    for meaning, words in _ELSEWHERE.items():
+        if word in words:
+            return f"; {meaning}."
+    return ""
 
 
 _UNITS = {"": 1, "B": 1}
@@ -228,7 +281,18 @@ def parse_budget(budget: Any, name: str = "budget") -> int | float | None:
         return int(budget)
     if isinstance(budget, Real) and not isinstance(budget, bool):
         return _fraction(float(budget), f"{name}={budget!r}")
-    raise BudgetError(f"{name}={budget!r} of type {type(budget).__name__}; {_EXPECTED}")
+    raise BudgetError(f"{name}={shown(budget)} of type {type(budget).__name__}; {_EXPECTED}")
+
+
+def _meant_size(text: str, number: str, unit: str) -> str:
+    """What a size that cannot be read was probably meant to be."""
+    if text.endswith("%") and text[:-1].replace(".", "", 1).isdecimal():
+        return f"; did you mean {float(text[:-1]) / 100:g}?"
+    if number.replace(".", "", 1).isdecimal() and unit[:1] in {*"KMGTP"} and len(unit) <= 2:
+        return f"; did you mean '{number}{unit[0]}iB'?"
+    if text.replace(",", "").replace("_", "").isdecimal():
+        return f"; did you mean {text.replace(',', '').replace('_', '')}?"
+    return ""
 
 
 _EXPECTED = 'expected bytes (6442450944), a size ("6GiB", "500MB") or a fraction (0.5)'
@@ -247,8 +311,9 @@ def _parse_size(text: str, name: str) -> int | float:
     try:
         size = float(number) * _UNITS[unit]
     except (ValueError, KeyError):
+        meant = _meant_size(stripped, number, unit)
         raise BudgetError(
-            f"{name}={text!r} is not a size; {_EXPECTED}, with a unit out of B, kB, KiB, ..., PiB"
+            f"{name}={shown(text)} is not a size; {_EXPECTED}, with a unit out of B, kB, KiB, ..., PiB{meant}"
         ) from None
     if not unit and not number.isdecimal():  # "0.5" is what 0.5 is
         return _fraction(size, f"{name}={text!r}")
@@ -260,11 +325,12 @@ def _parse_size(text: str, name: str) -> int | float:
 _FEW_BYTES = 1024
 
 
-def budget_hint(budget: int | float | None) -> str:
+def budget_hint(budget: int | float | None, name: str = "budget") -> str:
     """Returns what is to be said of a budget of so few bytes that a share or a unit was meant, or nothing."""
     if not isinstance(budget, int) or budget >= _FEW_BYTES:
         return ""
-    share = f"a share is a float (budget={budget / 100:g}), and " if 1 < budget <= 100 else ""
+    may_be_share = 1 < budget <= 100 and name == "budget"
+    share = f"a share is a float ({name}={budget / 100:g}), and " if may_be_share else ""
     return (
-        f" budget={budget} means {budget} bytes: {share}a size has a unit (budget='{budget}GiB')."
+        f" {name}={budget} means {budget} bytes: {share}a size has a unit ({name}='{budget}GiB')."
     )

@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,14 @@ import jax.numpy as jnp
 
 from remat import compat
 from remat.compat.deferred import call_deferred
-from remat.core.errors import BudgetError, PolicyError, RematWarning, TraceError
+from remat.core.errors import (
+    BudgetError,
+    PolicyError,
+    RematWarning,
+    TraceError,
+    nearest,
+    shown,
+)
 from remat.core.interrupt import Progress, planning
 from remat.lower.attempt import active_attempt
 from remat.lower.function import StagedFunction
@@ -27,7 +34,15 @@ from remat.planning.protocol import Planner
 from remat.plans.plan import Plan
 from remat.resolve import budget_hint, resolve
 from remat.rewrite import substitution
-from remat.trace.calls import Call, Filter, Results, flatten_call, number_notes, split_results
+from remat.trace.calls import (
+    Call,
+    Filter,
+    Results,
+    as_tuple,
+    flatten_call,
+    number_notes,
+    split_results,
+)
 from remat.trace.joint import check_differentiable, trace_primal
 from remat.trace.program import Program, evaluate, lift_tracers, tags_of
 
@@ -35,6 +50,7 @@ __all__ = [
     "Chooser",
     "Wrapped",
     "both_spellings",
+    "check_keywords",
     "check_options",
     "differentiated",
     "named_like",
@@ -197,15 +213,21 @@ class Wrapped:
         return _Traced(function, results, lifted, self.by_policy)
 
 
+# Words of errors that a number which is traced may be the cause of, whatever their type.
+_OF_TRACERS = ("tracer", "traced", "concrete", "static")
+
+
 @contextmanager
 def _noting(call: Call) -> Iterator[None]:
     """Adds to an error of tracing which arguments are Python numbers."""
     try:
         yield
-    except TypeError as error:
-        note = number_notes(call)
-        if note:
-            error.add_note(note)
+    except Exception as error:
+        text = str(error).lower()
+        if isinstance(error, TypeError) or any(word in text for word in _OF_TRACERS):
+            note = number_notes(call)
+            if note:
+                error.add_note(note)
         raise
 
 
@@ -222,11 +244,47 @@ def _cache_of(fun: Callable[..., Any], caches: _Caches = _CACHES) -> dict[Any, _
 
 
 def static_numbers(static_argnums: int | Iterable[int]) -> frozenset[int]:
-    return frozenset((static_argnums,) if isinstance(static_argnums, int) else static_argnums)
+    return frozenset(as_tuple(static_argnums, "static_argnums"))
 
 
 def static_names(static_argnames: str | Iterable[str]) -> frozenset[str]:
     return frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+
+
+def check_keywords(
+    fun: Callable[..., Any], kwargs: Mapping[str, Any], door: Callable[..., Any]
+) -> None:
+    """Checks that keyword arguments, all those that a door did not take for its own, are arguments of a function.
+
+    Args:
+        fun: the function.
+        kwargs: what it is called with.
+        door: the function of ours that was called with them.
+
+    Raises:
+        TraceError: one is an argument of neither; names what was probably meant.
+    """
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    strange = [name for name in kwargs if name not in parameters]
+    if not strange:
+        return
+    ours = [p.name for p in inspect.signature(door).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    name = strange[0]
+    meant = next((own for own in ("budget", "memory", *ours) if own in ours and own in name), None)
+    meant = meant or next((own for own in ours if own.endswith(f"_{name}")), None)
+    if meant is None and "budget" in name and "memory" in ours:
+        meant = "memory"
+    hint = f"; did you mean {meant}=?" if meant else nearest(name, [*ours, *parameters])
+    called = getattr(fun, "__name__", type(fun).__name__)
+    raise TraceError(
+        f"{name}= is an argument neither of {called} nor of remat.{door.__name__}{hint or '.'} Those of "
+        f"remat.{door.__name__} are {', '.join(ours)}"
+    )
 
 
 def check_options(lowering: str, nested: str) -> None:
@@ -246,7 +304,11 @@ def named_like(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
 def both_spellings(
     fun: Callable[..., Any], nums: frozenset[int], names: frozenset[str]
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """A static argument may be passed by position or by name whichever way it was declared, as in jit."""
+    """A static argument may be passed by position or by name whichever way it was declared, as in jit.
+
+    Raises:
+        TraceError: there is no such position.
+    """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -254,6 +316,12 @@ def both_spellings(
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
+    far = sorted(i for i in nums if not -len(positional) <= i < len(positional))
+    if far and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise TraceError(
+            f"static_argnums has {far[0]}, and the function has {len(positional)} positional arguments: "
+            f"{', '.join(positional)}"
+        )
     nums = frozenset(i + len(positional) if i < 0 else i for i in nums)
     by_num = {positional[i] for i in nums if -len(positional) <= i < len(positional)}
     by_name = {positional.index(n) for n in names if n in positional}
@@ -277,11 +345,16 @@ def plan_call(
     progress: Progress | None,
 ) -> Plan:
     """Plans a call; `chosen` says what is differentiated, everything else is as in `plan`."""
+    if not callable(fun):
+        raise TraceError(
+            f"remat.plan expects a function and its arguments, got {type(fun).__name__}: plan(loss, params, x), "
+            "not plan(loss(params, x))"
+        )
     check_options(lowering, nested_checkpoints)
     resolved = resolve(remat_policy, budget, confirm)
     if not isinstance(resolved, (PolicyPlanner, PlanPlanner)):
         raise PolicyError(
-            f"remat_policy={remat_policy!r} makes no plan: it is jax's own or off. Use "
+            f"remat_policy={shown(remat_policy)} makes no plan: it is jax's own or off. Use "
             "remat.compile_report to see what the compiler makes of it."
         )
     wrapped = Wrapped(
@@ -331,7 +404,7 @@ def differentiated(
     count: int, argnums: int | Sequence[int], static: frozenset[int], call: Call
 ) -> list[bool]:
     """For every array of a call with `count` positional arguments whether it is part of one of `argnums`."""
-    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    given = as_tuple(argnums)
     wanted = {i + count if i < 0 else i for i in given}
     if any(not 0 <= i < count for i in wanted):
         raise TraceError(

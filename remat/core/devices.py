@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from remat.core.errors import CompileError, nearest
+from remat.core.errors import CompileError, nearest, shown
 
 # bf16 matrix operations per float32 operation elsewhere, of the data sheets: A100 312 / 19.5 = 16.0, H100 and H200
 # 989 / 67 = 14.8. (B200 about 28: its element-wise kernels are taken for faster than they are, which matters to
@@ -149,12 +149,13 @@ def get_device(name: str) -> Device:
     Raises:
         CompileError: no such device; lists the valid names and the nearest match.
     """
-    found = DEVICES.get(name.lower())
+    word = name.lower() if isinstance(name, str) else ""
+    found = DEVICES.get(word)
     if found is not None:
         return found
     raise CompileError(
-        f"Unknown device {name!r}; expected one of {', '.join(DEVICES)}, or None for the attached "
-        f"default device{nearest(name.lower(), DEVICES)}"
+        f"Unknown device {shown(name)}; expected one of {', '.join(DEVICES)}, or None for the attached "
+        f"default device{nearest(word, DEVICES)}"
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
+import reprlib
 from collections.abc import Iterable
+from numbers import Real
 
 __all__ = [
     "BudgetError",
@@ -17,6 +20,8 @@ __all__ = [
     "ScheduleError",
     "TraceError",
     "nearest",
+    "number_or_nan",
+    "shown",
 ]
 
 
@@ -69,6 +74,11 @@ class CompileError(RematError, RuntimeError):
 
 
 _SHORTEST_BEGINNING = 4
+_LEAST_LIKENESS = 0.7  # by look: `tpu` is no misspelt `cpu` (0.67), `caes` is `case` (0.75)
+_MOST_LETTERS = 120
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = _SHORT.maxlong = _MOST_LETTERS
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -77,7 +87,22 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     Close is what is spelt alike, or what begins with the word: a suggestion that is neither misleads.
     """
     names = list(choices)
-    close = difflib.get_close_matches(word, names, n=1)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=_LEAST_LIKENESS)
     if not close and len(word) >= _SHORTEST_BEGINNING:
         close = sorted((name for name in names if name.startswith(word)), key=lambda n: (len(n), n))
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """Returns what was passed, for an error: its `repr`, in as many letters as one reads."""
+    try:
+        text = " ".join(_SHORT.repr(value).split())
+    except Exception:  # a `repr` that fails must not hide what is wrong
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
+
+
+def number_or_nan(value: object) -> float:
+    """Returns a number as it is, and nan, of which no comparison holds, for what is none."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return value if is_number else math.nan  # type: ignore[return-value]

@@ -16,15 +16,16 @@ import jax
 
 from remat.compiler.compile import CompileReport
 from remat.core.devices import get_device
-from remat.core.errors import BudgetError, CompileError
+from remat.core.errors import BudgetError, CompileError, number_or_nan, shown
 from remat.core.interrupt import Progress, or_log, planning
 from remat.fitting.job import Job, Options, Trial
 from remat.fitting.knobs import Knob, choose_knob
 from remat.planning.search import fastest, search
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_seconds, table
-from remat.resolve import parse_budget
+from remat.resolve import budget_hint, parse_budget
 from remat.trace.calls import as_tuple
+from remat.wrapping import check_keywords
 
 __all__ = ["Fitted", "Trial", "finish", "fit", "fit_options", "too_large", "trials_of"]
 
@@ -192,6 +193,7 @@ def fit(
         PolicyError: no wrapper of ours is differentiated in `step`, or `remat_policy` cannot hold a budget.
         CompileError: as `remat.compile_report`.
     """
+    check_keywords(step, kwargs, fit)
     options = fit_options(
         memory=memory,
         device=device,
@@ -225,9 +227,9 @@ def fit_options(
     Raises:
         BudgetError: `memory` cannot be read, or `max_compiles` is below 2.
     """
-    if max_compiles < 2:
+    if not number_or_nan(max_compiles) >= 2:
         raise BudgetError(
-            f"max_compiles={max_compiles}: expected at least 2, one for the cheapest plans and one for "
+            f"max_compiles={shown(max_compiles)}: expected at least 2, one for the cheapest plans and one for "
             "those with the least memory"
         )
     return Options(
@@ -253,7 +255,9 @@ def _limit_bytes(memory: int | str | None, device: str | None) -> int:
         return known.memory_bytes
     limit = parse_budget(memory, "memory")
     if not isinstance(limit, int):
-        raise BudgetError(f"memory={memory!r}: expected bytes or a size ('80GiB'), not a fraction")
+        raise BudgetError(
+            f"memory={shown(memory)}: expected bytes or a size ('80GiB'), not a fraction"
+        )
     return limit
 
 
@@ -342,5 +346,5 @@ def too_large(trials: Sequence[Trial], limit_bytes: int) -> BudgetError:
         f"the step does not fit into {limit_bytes:,} bytes on {report.device}. The smallest that the "
         f"compiler confirmed is {best.total_bytes:,} bytes ({best.knob}; {len(trials)} compiled): "
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
-        + f". Here {advice[dominant]}."
+        + f". Here {advice[dominant]}.{budget_hint(limit_bytes, 'memory')}"
     )

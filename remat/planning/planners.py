@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from remat.core.errors import BudgetError, PlanError
+from remat.core.errors import BudgetError, PlanError, number_or_nan
 from remat.core.forms import form_of, get_encoding
 from remat.core.graph import Alternatives, Graph
 from remat.planning.make import make_plan
@@ -38,7 +38,7 @@ class Confirm:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.compiles < 2:
+        if not number_or_nan(self.compiles) >= 2:
             raise BudgetError(
                 f"Confirm(compiles={self.compiles!r}): expected 2 or more, one for the program without "
                 "rematerialization; confirm=False compiles nothing"

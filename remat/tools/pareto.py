@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from remat.api import plan as make_plan
-from remat.core.errors import BudgetError
+from remat.core.errors import BudgetError, shown
 from remat.core.interrupt import Progress, or_log, planning, raise_interrupt
 from remat.pictures import page
 from remat.pictures.style import PlotError
@@ -367,11 +367,15 @@ def iter_pareto(
     several: Any = [budgets] if is_one else budgets
     limits = None if several is None else [parse_budget(budget) for budget in several]
     if limits is not None and (not limits or None in limits):
-        raise BudgetError(f"budgets={budgets!r}: expected at least one budget, none of them None")
-    if limits is None and points < 2:
-        raise BudgetError(f"points={points}: a curve needs at least 2 points")
+        raise BudgetError(
+            f"budgets={shown(budgets)}: expected at least one budget, none of them None"
+        )
+    if limits is None and not (isinstance(points, Integral) and points >= 2):
+        raise BudgetError(
+            f"points={shown(points)}: a curve needs at least 2 points, a whole number"
+        )
     if "budget" in options:
-        raise BudgetError(f"budget={options['budget']!r}: a curve takes budgets=[...]")
+        raise BudgetError(f"budget={shown(options['budget'])}: a curve takes budgets=[...]")
     for name in references:
         check_reference(name)
     say = or_log(progress)

@@ -11,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from remat.core.errors import TraceError
+from remat.core.errors import TraceError, shown
 
 __all__ = [
     "Call",
@@ -279,12 +281,37 @@ def number_notes(call: Call) -> str:
         }
     )
     how = f"static_argnums={tuple(nums)}" if nums else "static_argnames=(...)"
+    if shape := _shape_of(call):
+        described = "An array is described by jax.ShapeDtypeStruct(shape, dtype)"
+        return f"remat: a shape is passed as an argument: {shape}. {described}."
     return (
         f"remat: Python numbers are traced like arrays, as by jax.checkpoint: {', '.join(named)}. One that "
         f"has to be a number while tracing, a size or a switch, is declared as static: {how}."
     )
 
 
-def as_tuple(numbers: int | Iterable[int]) -> tuple[int, ...]:
-    """Returns positions of arguments, which may be given as one number, as a tuple."""
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+def _shape_of(call: Call) -> str:
+    """The first positional argument that is a tuple of integers, which looks like a shape; or nothing."""
+    try:
+        args, _ = call.rebuild(call.leaves)
+    except Exception:  # a class that cannot be made again says so by itself
+        return ""
+    for number, arg in enumerate(args):
+        if isinstance(arg, tuple) and arg and all(type(size) is int for size in arg):
+            return f"argument {number} is {shown(arg)}"
+    return ""
+
+
+def as_tuple(numbers: int | Iterable[int], name: str = "argnums") -> tuple[int, ...]:
+    """Returns positions of arguments, which may be given as one number, as a tuple.
+
+    Raises:
+        TraceError: they are no integers.
+    """
+    try:
+        given = (numbers,) if isinstance(numbers, Integral) else numbers
+        return tuple(operator.index(number) for number in given)  # type: ignore[arg-type]
+    except TypeError:
+        raise TraceError(
+            f"{name}={shown(numbers)}; expected the position of an argument, or several: 0 or (0, 2)"
+        ) from None
