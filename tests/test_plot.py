@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -348,6 +349,8 @@ def test_themes_change_colours_and_nothing_else(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in found["auto"] and "prefers" not in found["light"]
     assert {*texts_of_svg(found["light"])} == {*texts_of_svg(found["dark"])}
     assert found["auto"].partition("</style>")[2] == found["light"].partition("</style>")[2]
+    for mark in re.findall(r'<path id="m[^>]*>', found["auto"]):
+        assert "#" not in mark  # what is only defined would keep the colours of the day
 
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

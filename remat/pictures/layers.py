@@ -82,8 +82,8 @@ def layers(plan: PlanRecord) -> Draw:
         left.set_xlim(left=0)
         left.tick_params(axis="y", length=0, labelcolor=palette.ink)
         left.set_xlabel(f"kept for the backward pass [{name}]")
-        _legend(left, palette, columns=3)
         _repeated(right, plan, rows, palette)
+        _legend(figure, left, right, palette)
         return figure
 
     return draw
@@ -98,16 +98,18 @@ def _plain_grid(axes: Axes, palette: Palette) -> None:
     axes.grid(axis="x", color=palette.grid, linewidth=0.8)
 
 
-def _legend(axes: Axes, palette: Palette, columns: int) -> None:
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        ncols=columns,
+def _legend(figure: Figure, left: Axes, right: Axes, palette: Palette) -> None:
+    """One for both panels, above them: beside one another their own would meet."""
+    handles = [handle for axes in (left, right) for handle in axes.get_legend_handles_labels()[0]]
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=len(handles),
         fontsize=9,
         labelcolor=palette.ink,
         handlelength=1.0,
         handletextpad=0.5,
-        columnspacing=1.2,
+        columnspacing=1.4,
         borderpad=0.2,
     )
 
@@ -130,4 +132,3 @@ def _repeated(axes: Axes, plan: PlanRecord, rows: Sequence[Layer], palette: Pale
     axes.tick_params(axis="y", length=0, labelleft=False)
     axes.set_xlim(0, 1.18 * most / scale if most else 1)
     axes.set_xlabel(f"repeated [{name}], roofline estimate")
-    _legend(axes, palette, columns=1)

@@ -234,6 +234,8 @@ def _cleaned(text: str, title: str, theme: str) -> str:
     if theme == "auto":
         rules += _night()
     body = re.sub(r' d="([^"]*)"', lambda found: f' d="{_shorter(found[1])}"', text[end + 1 :])
+    # Marks get their colours where they are used; browsers do not look for others in what is only defined.
+    body = re.sub(r'(<path id="m[^>]*style="[^"]*?)stroke: #[0-9a-f]{6};? ?', r"\1", body)
     body = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", body, count=1, flags=re.S)
     first = '<?xml version="1.0" encoding="utf-8"?>\n'
     return f"{first}{head}\n <title>{escape(title)}</title>\n <style>{rules}</style>{body}"
