@@ -24,7 +24,8 @@ In a file that is there, the rows of other figures stay.
 
 `--check` exits with 1 if `dtr_full` repeats more than n on a chain within ceil(2 sqrt n), or more than n log2 n
 within ceil(log2 n); if a published number is missed; if `dtr_full` does not look at most, and `dtr_local` at least;
-or if the index's accesses per eviction grow by more than half from the shortest chain to the longest.
+if index and scan differ in their moves; or if the index's accesses per eviction grow by more than half from the
+shortest chain to the longest.
 """
 
 from __future__ import annotations
@@ -233,6 +234,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
             got = row.repeated_ns if row.status == "ok" else row.status
             if got != row.expected:
                 found.append(f"{name}: {got}; published is {row.expected}")
+    found += _differences(rows)
     found += _disorder([row for row in rows if row.figure == "6" and row.search == "scan"])
     chains = [row for row in rows if row.figure == "scale" and row.search == "index"]
     if chains:
@@ -242,6 +244,16 @@ def violations(rows: Sequence[Row]) -> list[str]:
                 f"scale: {last:.1f} accesses per eviction, {first:.1f} on the shortest chain"
             )
     return found
+
+
+def _differences(rows: Sequence[Row]) -> Iterator[str]:
+    by: dict[tuple[str, str, str, float], tuple[str, int, int]] = {}
+    for row in rows:
+        if row.figure in ("6", "scale"):
+            came_to = (row.status, row.repeated_ns, row.evictions)
+            key = (row.figure, row.log, row.heuristic, row.budget)
+            if by.setdefault(key, came_to) != came_to:
+                yield f"figure {row.figure}, {row.log}, {row.heuristic} at {row.budget:g}: index and scan differ"
 
 
 def _disorder(rows: Sequence[Row]) -> Iterator[str]:

@@ -70,7 +70,12 @@ def test_the_check_fails_where_it_has_to() -> None:
         for name, count in (("dtr_full", 300), ("dtr_eqclass", 20), ("dtr_local", 30))
     ]
     assert len(dtr.violations(six)) == 1
-    scale = [replace(row, figure="scale", accesses=9 * factor) for factor in (1, 2)]
+    two = [replace(row, figure="scale", search=name, log="chain(9)") for name in ("index", "scan")]
+    assert dtr.violations(two) == []
+    assert dtr.violations([two[0], replace(two[1], evictions=8)]) == [
+        "figure scale, chain(9), lru at 0.5: index and scan differ"
+    ]
+    scale = [replace(row, figure="scale", log=f"{k}", accesses=9 * k) for k in (1, 2)]
     assert len(dtr.violations(scale)) == 1
 
 

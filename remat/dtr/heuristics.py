@@ -12,7 +12,7 @@ A score takes O(1) for `local` and the ablations without cost, O(neighbours) for
 asks for lower bounds, too: what is evicted later only adds to a cost, so that a cost once computed holds from below
 until something near is made again. Of that `full` gives notice to each storage that it walks to anyway. A component
 of `eqclass` knows who counted on it, and for how much; it promises a sixteenth less than it has, and gives notice
-when it has less than it promised.
+when it has less than it promised; and what is made again, to its neighbours, which it joined to the component.
 """
 
 from __future__ import annotations
@@ -146,7 +146,12 @@ class Heuristic:
             component = self._component.pop(storage).find()
             component.cost -= self._cost[storage]
             self.is_bounded &= component.cost >= 0
-            for other in component.disappointed():
+            # Its neighbours may not be beside the component any more, whatever that costs.
+            for other in (
+                *component.disappointed(),
+                *self.dependencies[storage],
+                *self.dependents[storage],
+            ):
                 self.notify(other)
 
     def removed(self, storage: int) -> None:
