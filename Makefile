@@ -42,15 +42,16 @@ ifneq ($(GPU),yes)
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: help demo test test-all setup lint format wheel clean
+.PHONY: help demo test test-all setup lint format docs wheel clean
 
 help:
 	@echo "make demo     trains a small GPT with and without rematerialization"
 	@echo "make test     runs the tests that are not slow: minutes"
 	@echo "make test-all runs all tests, as CI does"
 	@echo "make setup    only makes the virtual environment in $(VENV)"
-	@echo "make lint     ruff and pyright"
+	@echo "make lint     ruff, pyright and a check of the spelling"
 	@echo "make format   reformats"
+	@echo "make docs     builds the site in build/site, with all links checked"
 	@echo "make wheel    builds dist/*.whl"
 	@echo "make clean    removes $(VENV) and everything built"
 
@@ -88,11 +89,16 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/codespell
 
 format: $(STAMP)
 	$(PIP) --no-build-isolation -e ".[lint]"
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(PIP) --no-build-isolation -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import remat
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- no-test: (.+?) -->\n\Z")
 # Snippets that may stay unexecuted: those that need what not every machine has.
@@ -178,6 +179,33 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name} links to {link}"
         if anchor:
             assert anchor in headings(target), f"{page.name} links to {link}"
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [
+            page
+            for child in (entry.values() if isinstance(entry, dict) else entry)
+            for page in pages(child)
+        ]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(
+        page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")
+    )
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly(tmp_path: Path) -> None:
+    """Where mkdocs is (`make docs` installs it); every link and anchor is checked there, too."""
+    for module in ("material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module, reason="the site needs mkdocs (pip install remat[docs])")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "index.html").exists()
 
 
 def test_files_named_in_the_documentation_exist() -> None:
