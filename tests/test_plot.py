@@ -280,11 +280,10 @@ def test_pareto_svg_says_what_it_shows(curve: Pareto, tmp_path: Path) -> None:
     assert min(ticks_of(texts)) == 0
 
 
-def test_references_are_in_the_table_and_the_document(curve: Pareto, tmp_path: Path) -> None:
+def test_references_are_in_the_table_and_the_picture(curve: Pareto, tmp_path: Path) -> None:
     pareto(curve, tmp_path / "curve.svg")
     drawn = ", ".join(texts_of_svg(tmp_path / "curve.svg"))
-    names = [entry["name"] for entry in curve.to_dict()["references"]]
-    assert names == ["dots_saveable", "nothing_saveable"]
+    assert [entry.name for entry in curve.references] == ["dots_saveable", "nothing_saveable"]
     for entry in curve.references:
         assert entry.name in drawn and f"  {entry.name}  " in str(curve)
         assert human_bytes(entry.plan.peak_bytes) in str(curve)

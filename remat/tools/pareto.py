@@ -111,16 +111,6 @@ class Reference:
     name: str
     plan: Plan
 
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers, without the plan."""
-        return {
-            "name": self.name,
-            "peak_bytes": self.plan.peak_bytes,
-            "saved_bytes": self.plan.saved_bytes,
-            "recompute_flops": self.plan.recompute_flops,
-            "recompute_seconds": self.plan.recompute_seconds,
-        }
-
 
 @dataclass(frozen=True)
 class Pareto:
@@ -167,7 +157,7 @@ class Pareto:
         return min(fitting, key=_price) if fitting else None
 
     def to_dict(self, *, include_plans: bool = False) -> dict[str, Any]:
-        """Plain data for JSON.
+        """Plain data for JSON: the curve, without the `references`, which are no part of it.
 
         Args:
             include_plans: also every plan, as `Plan.to_dict` gives it.
@@ -187,7 +177,6 @@ class Pareto:
             "wanted": self.wanted,
             "interrupted": self.interrupted,
             "points": points,
-            "references": [entry.to_dict() for entry in self.references],
             "infeasible": [
                 {"budget_bytes": entry.budget_bytes, "reason": entry.reason}
                 for entry in self.infeasible
