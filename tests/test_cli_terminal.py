@@ -162,6 +162,17 @@ def test_progress_moves_on_a_terminal_and_vanishes(monkeypatch: pytest.MonkeyPat
     assert "\x1b[2K" in text.rpartition("1.0 MiB")[2]
 
 
+def test_colours_in_a_pipe_do_not_move(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(progress_module, "_SHOW_AFTER_SECONDS", 0.0)
+    with Progress() as progress:
+        progress("min_cut: planning")
+        assert progress.live is None
+    assert capsys.readouterr().err == ""
+
+
 def test_quick_commands_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     err = Terminal()
     monkeypatch.setattr(sys, "stderr", err)

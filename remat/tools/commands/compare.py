@@ -123,17 +123,17 @@ def _show(options: argparse.Namespace, rows: Sequence[Any], device: str, screen:
 
 
 _COLUMNS = (
-    Column("policy", shortest=20),
+    Column("policy", shortest=32),
     Column("temp", ">"),
     Column("of none", ">", gives_way=3),
     Column("traffic", ">"),
     Column("matmuls", ">"),
     Column("convs", ">"),
     Column("roofline", ">", gives_way=1),
-    Column("kept", ">", gives_way=2),
-    Column("repeated", ">", gives_way=4),
-    Column("planned", ">", gives_way=5),
-    Column("compiled", ">", gives_way=6),
+    Column("kept", ">", gives_way=4),
+    Column("repeated", ">", gives_way=5),
+    Column("planned", ">", gives_way=6),
+    Column("compiled", ">", gives_way=7),
 )
 
 

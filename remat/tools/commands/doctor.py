@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from remat.tools.doctor import Check, examine
+from remat.tools.doctor import LEAST, OPTIONAL, Check, examine
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import FAILURE
 from remat.tools.terminal.screen import Screen, deliver
@@ -50,7 +50,13 @@ def _show(checks: Sequence[Check], screen: Screen) -> None:
     screen.title("remat doctor", f"remat {sys.modules['remat'].__version__}")
     screen.line()
     width = max(len(check.name) for check in checks)
-    for check in checks:
+    packages = [
+        check for check in checks if check.name in (*LEAST, *OPTIONAL) and check.name != "jax"
+    ]
+    fine = [check for check in packages if check.state == "ok"]
+    several = ", ".join(f"{check.name} {check.found}" for check in fine)
+    shown = [check for check in checks if check not in fine]
+    for check in [*shown, Check("packages", "ok", several)] if fine else shown:
         head = f"  {check.state:<9} {check.name:<{width}}  "
         screen.paragraph(check.found, first=(head, _STYLES[check.state]))
     remedies = [check for check in checks if check.remedy and check.state != "optional"]

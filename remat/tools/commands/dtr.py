@@ -11,7 +11,6 @@ from typing import Any
 from remat.dtr import HEURISTICS, Log, Run, Statistics, export_log, load_log, simulate, statistics
 from remat.dtr import write_log as write_log_file
 from remat.plans.words import human_bytes, human_seconds
-from remat.resolve import parse_budget
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import FAILURE
 from remat.tools.terminal.progress import Progress
@@ -57,6 +56,7 @@ def register(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from remat.resolve import parse_budget
     from remat.tools import dtr_plot, plot
 
     with flags.reading():

@@ -116,7 +116,7 @@ def _show(target: str, curve: Pareto, screen: Screen) -> None:
     )
     screen.table(columns, _cells(curve))
     screen.line()
-    text = f"Peaks are predicted, times are a roofline estimate for {curve.device}: what is added per step."
+    text = f"Predicted peaks; time added per step, a roofline estimate for {curve.device}."
     screen.paragraph(text, style="dim")
     if curve.references:
         text = "Names: what that policy of jax's keeps, in remat's order."

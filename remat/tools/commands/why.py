@@ -135,14 +135,15 @@ def _explain(found: Explanation, verbose: bool, screen: Screen) -> None:
         scope = f" in {short_scope(found.scope)}" if found.scope else ""
         screen.paragraph(f"{short_source(found.source)}{scope}", first="  ")
         if code := _code(found.source):
-            screen.line((f"    {code}", "dim"))
+            room = len(code) if screen.width is None else max(screen.width - 4, 20)
+            screen.line((f"    {code if len(code) <= room else code[: room - 3] + '...'}", "dim"))
     if found.tags:
         screen.line(f"  tagged {', '.join(map(repr, found.tags))}")
     what, style = _DECIDED[found.decided]
     form = f" as {found.form}" if found.decided == "encoded" else ""
     times = f", {found.runs_again} times" if found.runs_again > 1 else ""
     screen.paragraph(
-        f"{what}{form}{times}: {found.why}", first=("  decided  ", "bold"), style=style
+        f"{what}{form}{times}: {found.why}", first=("  decided   ", "bold"), style=style
     )
     if found.made_by and found.decided != "backward":
         _costs(found, verbose, screen)
@@ -158,7 +159,7 @@ def _costs(found: Explanation, verbose: bool, screen: Screen) -> None:
         size += f", in {found.times} iterations {human_bytes(found.times * found.kept_bytes)}"
     seconds = human_seconds(found.kept_seconds)
     screen.paragraph(
-        f"{size}; {seconds} to write it and read it back", first=("  to keep  ", "bold")
+        f"{size}; {seconds} to write it and read it back", first=("  to keep   ", "bold")
     )
     if found.again_flops is None:
         text = "it may not be made a second time"
@@ -170,7 +171,7 @@ def _costs(found: Explanation, verbose: bool, screen: Screen) -> None:
             f"{human_flops(found.again_flops)}, {human_seconds(found.again_seconds)}: "
             f"{', '.join(shown)}{more}"
         )
-    screen.paragraph(text, first=("  to make  ", "bold"))
+    screen.paragraph(text, first=("  to make   ", "bold"))
 
 
 def _read(readers: Sequence[Reader], phase: str, verbose: bool, screen: Screen) -> None:
@@ -183,7 +184,7 @@ def _read(readers: Sequence[Reader], phase: str, verbose: bool, screen: Screen) 
     if len(shown) < len(readers):
         texts.append(f"and {len(readers) - len(shown)} more")
     text = ", ".join(texts) or "nobody"
-    screen.paragraph(text, first=(f"  {phase:<9}", "bold"))
+    screen.paragraph(text, first=(f"  {phase:<10}", "bold"))
 
 
 def _code(source: str) -> str:

@@ -24,6 +24,7 @@ _ARGUMENT = re.compile(
     r"(?:'([^']*)'|([^\s,;:()]+)(?=[\s,;:)]|$))"
 )
 _CALL = re.compile(r"([\w.]+\([^()]*(?:\([^()]*\)[^()]*)*\))")
+_LIST = re.compile(r"\['([\w', -]*)'\]")
 _FLAGS = {"remat_policy": "policy", "max_compiles": "max-compiles"}
 
 
@@ -105,7 +106,7 @@ def _as_flags(text: str) -> str:
 
     parts = _CALL.split(text)
     parts[::2] = (_ARGUMENT.sub(flag, part) for part in parts[::2])
-    return "".join(parts)
+    return _LIST.sub(lambda found: found[1].replace("', '", ", "), "".join(parts))
 
 
 def _print(what: str, hint: str) -> None:

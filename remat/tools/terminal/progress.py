@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 
@@ -37,7 +38,8 @@ class Progress:
         self.spinner = Spinner("line")
         console = self.screen.console
         self.live: Live | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
+        # Colours can be asked for in a pipe (FORCE_COLOR), movement cannot.
+        if sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal:
             self.live = Live(
                 get_renderable=self._drawn,
                 console=console,
