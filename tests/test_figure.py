@@ -28,6 +28,24 @@ def test_the_figure_has_the_numbers_of_the_results(theme: str) -> None:
     assert {"temporary memory, compiled [GiB]", "one step, roofline estimate [ms]"} <= {*texts}
 
 
+def test_the_readme_has_the_numbers_of_the_results() -> None:
+    rows = json.loads(figure.RESULTS.read_text())["rows"]
+    found = {row["policy"]: row for row in rows if row["network"] == figure.NETWORK}
+    none, ours, theirs = (
+        found[name]
+        for name in ("none", "remat: low_memory", "jax: dots_with_no_batch_dims_saveable")
+    )
+    assert theirs["matmuls"] == ours["matmuls"]
+    text = " ".join((figure.ROOT / "README.md").read_text().split())
+    mib, ms = (
+        [row[key] * by for row in (none, ours, theirs)]
+        for key, by in (("temp_bytes", 2**-20), ("roofline_seconds", 1e3))
+    )
+    assert f"{mib[0]:.0f} MiB of temporary memory become {mib[1]:.0f} MiB" in text
+    assert f"from {ms[0]:.2f} ms to {ms[1]:.2f} ms" in text
+    assert f"repeats the same matmuls takes {mib[2]:.0f} MiB and {ms[2]:.2f} ms" in text
+
+
 def test_the_figure_is_drawn_anew_from_the_results(tmp_path: Path) -> None:
     assert figure.main(["--out", str(tmp_path)]) == 0
     assert figure.main(["--out", str(tmp_path), "--check"]) == 0
