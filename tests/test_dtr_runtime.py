@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +20,11 @@ from hypothesis import strategies as st
 from jax.experimental import io_callback
 
 import remat
+from benchmarks import tree_lstm
+from models import tree_lstm as tree_lstm_model
 from remat import dtr
 
+ROOT = Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0)
 
 
@@ -632,3 +639,55 @@ def test_long_chains_need_no_recursion() -> None:
     runs: list[dtr.RunStatistics] = []
     dtr.value_and_grad(f, on_run=runs.append)(jnp.ones(()))
     assert runs[0].operators > 1500
+
+
+# --- where jax is not, and the benchmark
+
+
+def test_the_simulator_needs_no_jax_and_the_runtime_is_found() -> None:
+    code = """
+import sys
+sys.modules["jax"] = None
+import remat.dtr
+assert "value_and_grad" in dir(remat.dtr)
+try:
+    remat.dtr.value_and_grad
+except ImportError:
+    print("needs jax")
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "needs jax\n", run.stderr
+
+
+def test_documents_are_trees_of_their_lines() -> None:
+    text = "a\n  b\n  c\n    d\n\ne"
+    config = tree_lstm_model.Config()
+    document = tree_lstm_model.parse(text, config, most_lines=9, label=1)
+    assert document.tree == ((0, (1, (2, 3))), 4)
+    assert tree_lstm_model.parse(text, config, most_lines=2, label=1).tree == (0, 1)
+    with pytest.raises(ValueError, match="words"):
+        tree_lstm_model.parse("\n", config, most_lines=2, label=1)
+
+
+def test_the_check_of_the_benchmark_can_fail() -> None:
+    plain = tree_lstm.Trained("plain JAX", (1.0, 2.0), 0, 1.0, 1.0)
+    jitted = dataclasses.replace(plain, way="jit", compilations=2)
+    half = dataclasses.replace(
+        plain, way="half", peak_bytes=9, budget_bytes=10, operators=5, rematerializations=1
+    )
+    assert tree_lstm.problems_of([plain, jitted, half]) == []
+    for broken in (
+        dataclasses.replace(half, losses=(1.0, 2.1)),
+        dataclasses.replace(half, peak_bytes=11),
+        dataclasses.replace(half, rematerializations=0),
+        dataclasses.replace(half, compilations=1),
+        dataclasses.replace(jitted, compilations=1),
+    ):
+        assert len(tree_lstm.problems_of([plain, broken])) == 1
+
+
+@pytest.mark.slow
+def test_a_tree_lstm_at_half_of_its_memory() -> None:
+    config = tree_lstm_model.Config(words=64, length=16, width=16)
+    rows = tree_lstm.measure(4, 8, config)
+    assert tree_lstm.problems_of(rows) == []
