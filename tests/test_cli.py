@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -411,6 +412,20 @@ def test_interrupted_plan(
     monkeypatch.setattr(api, "plan", interrupted)
     assert main(["plan", TINY]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_plan_that_was_interrupted_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, args = cases.residual_mlp_small()
+    made = dataclasses.replace(
+        remat.plan(function, *args), notes=("interrupted: the best plan so far",)
+    )
+    monkeypatch.setattr(api, "plan", lambda *args, **options: made)
+    assert main(["plan", TINY]) == 130
+    out, err = capsys.readouterr()
+    assert out.startswith(TINY) and "memory" in out
+    assert err == "interrupted: this is the best plan found by then\n"
 
 
 def test_all_failed_exits_with_one(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:

@@ -101,7 +101,7 @@ def test_whatever_a_check_raises_is_said(
     def broken() -> None:
         raise OSError("a disk that is gone")
 
-    monkeypatch.setattr("remat.compiler.toolchain.find_plugin", broken)
+    monkeypatch.setattr("remat.tools.doctor.find_plugin", broken)
     assert any("a disk that is gone" in check.found for check in examine())
 
 

@@ -29,6 +29,8 @@ __all__ = [
     "find_plugin",
     "how_to_install",
     "missing_tools",
+    "version_numbers",
+    "version_of",
 ]
 
 _DEFAULT_DATA_DIR = "./cuda_sdk_lib"
@@ -75,13 +77,13 @@ class Plugin:
         """
         jaxlib = importlib.metadata.version("jaxlib")
         for package in self.packages:
-            found = _version_of(package)
+            found = version_of(package)
             if found is None:
                 raise CompileError(
                     f"XLA's GPU compiler is incomplete: {package} is not installed. "
                     f"{how_to_install(self.cuda)}"
                 )
-            if _numbers(found) != _numbers(jaxlib):
+            if version_numbers(found) != version_numbers(jaxlib):
                 raise CompileError(
                     f"{package} is of version {found}, jaxlib of version {jaxlib}: jax uses its "
                     f"GPU compiler only if they agree. {how_to_install(self.cuda)}"
@@ -206,14 +208,15 @@ def _has_libdevice(roots: list[Path]) -> bool:
     return (first / "libdevice.10.bc").is_file()
 
 
-def _version_of(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package, None if it is not."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version, which is what jax compares: (0, 12, 1) of ``0.12.1.dev3``."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

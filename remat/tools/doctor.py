@@ -6,11 +6,9 @@ process, which says line by line what it found; this module imports nothing that
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from remat.compiler.toolchain import (
+    find_plugin,
+    how_to_install,
+    missing_tools,
+    version_numbers,
+    version_of,
+)
 from remat.core.devices import DEVICES, GPU_NAMES
+from remat.core.errors import CompileError
 
 __all__ = ["LEAST", "OPTIONAL", "Check", "examine"]
 
@@ -171,18 +177,6 @@ def _probe() -> _Probe:
     return _Probe(facts, errors)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
@@ -196,11 +190,11 @@ def _python() -> Check:
 
 
 def _jax(probe: _Probe) -> Check:
-    jax, jaxlib = _version("jax"), _version("jaxlib")
+    jax, jaxlib = version_of("jax"), version_of("jaxlib")
     if jax is None:
         return Check("jax", "broken", "not installed", "pip install jax")
     found = f"{jax}, jaxlib {jaxlib or 'not installed'}"
-    if _numbers(jax) < LEAST["jax"]:
+    if version_numbers(jax) < LEAST["jax"]:
         least = _dotted(LEAST["jax"])
         return Check("jax", "broken", found, f'pip install -U "jax>={least}" (remat needs it)')
     match = f'pip install -U "jax=={jax}" "jaxlib=={jax}"'
@@ -208,7 +202,7 @@ def _jax(probe: _Probe) -> Check:
         return Check("jax", "broken", found, match)
     if (error := probe.errors.get("jax")) is not None:
         return Check("jax", "broken", f"{found}; cannot be imported: {error}", match)
-    if _numbers(jaxlib) > _numbers(jax):
+    if version_numbers(jaxlib) > version_numbers(jax):
         return Check("jax", "warning", f"{found}: jaxlib is newer than jax", match)
     return Check("jax", "ok", found)
 
@@ -252,11 +246,8 @@ def _cpu(probe: _Probe) -> Check:
 
 
 def _gpu_compiler() -> Check:
-    from remat.compiler.toolchain import find_plugin, how_to_install, missing_tools
-    from remat.core.errors import CompileError
-
     name, gpus = "gpu compiler", ", ".join(GPU_NAMES)
-    if _version("jax") is None or _version("jaxlib") is None:
+    if version_of("jax") is None or version_of("jaxlib") is None:
         return Check(name, "optional", "not known without jax")
     plugin = find_plugin()
     if plugin is None:
@@ -269,7 +260,7 @@ def _gpu_compiler() -> Check:
         what, _, remedy = str(error).partition(". ")
         return Check(name, "warning", what, remedy)
     missing = missing_tools(DEVICES[GPU_NAMES[-1]], plugin, None)
-    version = _version(plugin.packages[0])
+    version = version_of(plugin.packages[0])
     if missing is not None:
         return Check(
             name,
@@ -281,7 +272,7 @@ def _gpu_compiler() -> Check:
 
 
 def _tpu() -> Check:
-    version = _version("libtpu")
+    version = version_of("libtpu")
     if version is None:
         return Check(
             "tpu compiler",
@@ -293,11 +284,11 @@ def _tpu() -> Check:
 
 
 def _package(name: str, probe: _Probe) -> Check:
-    version, least = _version(name), LEAST[name]
+    version, least = version_of(name), LEAST[name]
     install = f'pip install -U "{name}>={_dotted(least)}"'
     if version is None:
         return Check(name, "broken", "not installed", install)
-    if _numbers(version) < least:
+    if version_numbers(version) < least:
         return Check(name, "broken", f"{version} is too old", install)
     if (error := probe.errors.get(name)) is not None:
         again = f"pip install --force-reinstall {name}"
@@ -332,10 +323,10 @@ def _cache(probe: _Probe) -> Check:
 
 def _optional(name: str) -> Check:
     purpose, least = OPTIONAL[name]
-    version = _version(name)
+    version = version_of(name)
     install = f'pip install -U "{name}>={_dotted(least)}"'
     if version is None:
         return Check(name, "optional", f"not installed; for {purpose}", install)
-    if _numbers(version) < least:
+    if version_numbers(version) < least:
         return Check(name, "warning", f"{version} is too old for {purpose}", install)
     return Check(name, "ok", version)
