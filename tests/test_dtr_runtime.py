@@ -116,7 +116,7 @@ def reads_in_rule(x: Any) -> Any:
 
 
 def _reads(x: Any, g: Any) -> Any:
-    return (g * 5.0 if x.sum() > 0 else g * 7.0,)
+    return (g * 5.0 if np.asarray(x).sum() > 0 else g * 7.0,)
 
 
 reads_in_rule.defvjp(lambda x: (x * 2.0, x), _reads)
@@ -220,7 +220,7 @@ def _expected(fun: Callable[..., Any], options: dict[str, Any], args: Any) -> An
         return plain(*args)
     try:
         return jax.jit(plain)(*args)
-    except (jax.errors.ConcretizationTypeError, TypeError):
+    except TypeError:  # what jax raises where a value is read
         return plain(*args)
 
 

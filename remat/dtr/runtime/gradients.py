@@ -29,6 +29,13 @@ from remat.resolve import parse_budget
 
 __all__ = ["grad", "value_and_grad", "vjp"]
 
+# What jax raises where a value is read that is traced.
+_READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 
 @dataclass(frozen=True)
 class _Options:
@@ -297,7 +304,7 @@ def _backward(
         traced = [leaf for leaf, t in zip(leaves, is_traced, strict=True) if t]
         try:
             closed = jax.make_jaxpr(flat)(*traced)
-        except jax.errors.ConcretizationTypeError:
+        except _READS:
             # A rule of the user reads values: as jax does it, where all is held to the end.
             found = flat(*traced)
         else:
