@@ -21,9 +21,10 @@ import numpy as np
 from remat import compat
 from remat.core.errors import BudgetError, PolicyError, TraceError
 from remat.dtr.heuristics import Scoring
-from remat.dtr.runtime.machine import Machine, Reference
+from remat.dtr.runtime.machine import Machine
 from remat.dtr.runtime.operators import Costs
 from remat.dtr.runtime.statistics import RunStatistics
+from remat.dtr.runtime.storages import Reference
 from remat.dtr.simulator import Move
 from remat.resolve import parse_budget
 

@@ -5,9 +5,7 @@ storage is the array of one result of an operator. jax has no views: a result th
 storage. A storage is referred to by values of the program; when the last is gone it is evicted at once (eager
 eviction, section 4.5), and forgotten when nothing that was made from it is left.
 
-What holds what: values of the program hold storages, a storage the call that made it, a call its operands. Nothing
-else does, so that Python's reference counts say what may still be needed. Finalisers only take notes, which the
-next operator reads: they may come at any time, in any thread.
+The notes of finalisers (`remat.dtr.runtime.storages`) are read before each operator.
 """
 
 from __future__ import annotations
@@ -28,83 +26,17 @@ from remat.dtr.pool import Index, Pool, Scan
 from remat.dtr.runtime.operators import (
     OPERATORS,
     Costs,
-    Operator,
-    Spec,
     array_bytes,
     host_bytes,
     spec_of,
 )
 from remat.dtr.runtime.statistics import RunStatistics
+from remat.dtr.runtime.storages import Call, Reference, Storage
 from remat.dtr.simulator import Move
 
-__all__ = ["Machine", "Reference"]
+__all__ = ["Machine"]
 
 _FEWEST_SLOTS = 256  # of the heuristic's tables, at first
-
-
-class _Call:
-    """An operator on operands: storages and plain values."""
-
-    __slots__ = ("cost", "has_run", "number", "operands", "operator", "outputs")
-
-    def __init__(self, number: int, operator: Operator, operands: tuple[Any, ...]) -> None:
-        self.number, self.operator, self.operands = number, operator, operands
-        self.outputs: list[weakref.ref[_Storage]] = []
-        self.cost = operator.cost
-        self.has_run = False
-
-    def inputs(self) -> dict[_Storage, None]:
-        """The storages it reads, each once."""
-        return dict.fromkeys(x for x in self.operands if isinstance(x, _Storage))
-
-
-class _Storage:
-    """The array of one result, or where it can be had from."""
-
-    __slots__ = (
-        "__weakref__",
-        "accessed",
-        "array",
-        "aval",
-        "call",
-        "dead",
-        "is_pinned",
-        "is_result",
-        "locks",
-        "nbytes",
-        "number",
-        "spec",
-    )
-
-    def __init__(self, number: int, aval: Any, nbytes: int, call: _Call, dead: deque) -> None:
-        self.number, self.aval, self.nbytes = number, aval, nbytes
-        self.call: _Call | None = call
-        self.array: jax.Array | None = None
-        self.spec: Spec | None = None
-        self.locks = 0
-        self.accessed = 0
-        self.is_pinned = self.is_result = False
-        self.dead = dead
-
-    def __del__(self) -> None:
-        self.dead.append((self.number, self.nbytes if self.array is not None else 0))
-
-
-class Reference(compat.Reference):
-    """A value of the program: one storage, in use for as long as this is."""
-
-    __slots__ = ("released", "storage")
-
-    def __init__(self, storage: _Storage, released: deque) -> None:
-        self.storage, self.released = storage, released
-
-    @property
-    def aval(self) -> Any:
-        """Shape and dtype."""
-        return self.storage.aval
-
-    def __del__(self) -> None:
-        self.released.append(self.storage)
 
 
 class Machine:
@@ -142,9 +74,9 @@ class Machine:
         self._memory = self._peak = self._result_bytes = 0
         self._clock = self._base_cost = 0
         self._calls = self._again = self._evictions = self._releases = self._compilations = 0
-        self._released: deque[_Storage] = deque()
+        self._released: deque[Storage] = deque()
         self._dead: deque[tuple[int, int]] = deque()
-        self._storages: dict[int, weakref.ref[_Storage]] = {}
+        self._storages: dict[int, weakref.ref[Storage]] = {}
         self._next = 0  # number of the next storage
         self._is_closed = False
         self._accesses_before = 0
@@ -282,10 +214,10 @@ class Machine:
         self._settle()
         with compat.untraced():
             held = tuple(map(_held, operands))
-            specs = tuple((isinstance(x, _Storage) and x.spec) or spec_of(x) for x in held)
+            specs = tuple((isinstance(x, Storage) and x.spec) or spec_of(x) for x in held)
             operator, is_new = OPERATORS.get(name, key, function, specs)
             self._compilations += is_new
-            call = _Call(self._calls, operator, held)
+            call = Call(self._calls, operator, held)
             made = self._outputs(call)
             self._compute(call)
         if not operator.is_pure:
@@ -301,7 +233,7 @@ class Machine:
                 results.append(references[place] if place >= 0 else operands[~place])
         return results
 
-    def _outputs(self, call: _Call) -> list[_Storage]:
+    def _outputs(self, call: Call) -> list[Storage]:
         """Makes the storages of a new call, still empty."""
         inputs = call.inputs()
         made = []
@@ -309,7 +241,7 @@ class Machine:
         for aval, nbytes in zip(kept, call.operator.out_bytes, strict=True):
             if len(self._numbers) == self._capacity:
                 self._renumber()
-            storage = _Storage(self._next, aval, nbytes, call, self._dead)
+            storage = Storage(self._next, aval, nbytes, call, self._dead)
             self._storages[self._next] = weakref.ref(storage)
             call.outputs.append(self._storages[self._next])
             self._next += 1
@@ -317,17 +249,17 @@ class Machine:
             self._enter(storage, inputs)
         return made
 
-    def _enter(self, storage: _Storage, inputs: Iterable[_Storage]) -> None:
+    def _enter(self, storage: Storage, inputs: Iterable[Storage]) -> None:
         slot = self._slots[storage.number] = len(self._numbers)
         self._numbers.append(storage.number)
         cost = storage.call.cost if storage.call is not None else 0
         dependencies = [self._slots[x.number] for x in inputs]
         self._heuristic.made(slot, storage.nbytes, cost, dependencies)
 
-    def _compute(self, call: _Call) -> None:
+    def _compute(self, call: Call) -> None:
         """Runs a call, and before it all that it needs and that is away (algorithm 1, without recursion)."""
-        locked: list[_Storage] = []
-        stack: list[tuple[_Call, bool, tuple[_Storage, ...]]] = [(call, False, ())]
+        locked: list[Storage] = []
+        stack: list[tuple[Call, bool, tuple[Storage, ...]]] = [(call, False, ())]
         try:
             while stack:
                 current, is_ready, wanted = stack.pop()
@@ -341,7 +273,7 @@ class Machine:
                     continue
                 if wanted and all(storage.array is not None for storage in wanted):
                     continue  # it was made meanwhile with something else
-                missing: dict[_Call, list[_Storage]] = {}
+                missing: dict[Call, list[Storage]] = {}
                 for storage in current.inputs():
                     self._lock(storage)
                     locked.append(storage)
@@ -357,12 +289,12 @@ class Machine:
                 self._unlock(storage)
             raise
 
-    def _execute(self, call: _Call) -> None:
+    def _execute(self, call: Call) -> None:
         operator = call.operator
         need = sum(operator.out_bytes) + operator.temp_bytes + host_bytes(call.operands)
         self._make_room(call, need)
         self._peak = max(self._peak, self._memory + need)
-        arrays = [x.array if isinstance(x, _Storage) else x for x in call.operands]
+        arrays = [x.array if isinstance(x, Storage) else x for x in call.operands]
         if self._costs == "measured":
             results, cost = operator.timed(arrays)
             self._learn(call, cost)
@@ -397,7 +329,7 @@ class Machine:
                     self._access(storage)
         call.has_run = True
 
-    def _learn(self, call: _Call, cost: int) -> None:
+    def _learn(self, call: Call, cost: int) -> None:
         """A call that ran costs what was measured; in the heuristic's tables, which add up, since it first ran."""
         if not call.has_run:
             for weak in call.outputs:
@@ -408,7 +340,7 @@ class Machine:
 
     # --- memory
 
-    def _make_room(self, call: _Call, need: int) -> None:
+    def _make_room(self, call: Call, need: int) -> None:
         if self._limit is None:
             return
         while self._memory + need > self._limit:
@@ -420,7 +352,7 @@ class Machine:
             self._evictions += 1
             self._evict(self._at(slot))
 
-    def _too_small(self, call: _Call, need: int) -> BudgetError:
+    def _too_small(self, call: Call, need: int) -> BudgetError:
         operator = call.operator
         inputs = sum(storage.nbytes for storage in call.inputs())
         smallest = self._memory + need
@@ -438,33 +370,33 @@ class Machine:
             smallest_peak_bytes=smallest,
         )
 
-    def _at(self, slot: int) -> _Storage:
+    def _at(self, slot: int) -> Storage:
         storage = self._storages[self._numbers[slot]]()
         assert storage is not None
         return storage
 
-    def _access(self, storage: _Storage) -> None:
+    def _access(self, storage: Storage) -> None:
         storage.accessed = self._clock
         self._heuristic.accessed(self._slots[storage.number], self._clock)
 
-    def _lock(self, storage: _Storage) -> None:
+    def _lock(self, storage: Storage) -> None:
         storage.locks += 1
         self._withdraw(self._slots[storage.number])
 
-    def _unlock(self, storage: _Storage) -> None:
+    def _unlock(self, storage: Storage) -> None:
         storage.locks -= 1
         self._offer(storage)
 
-    def _pin(self, storage: _Storage) -> None:
+    def _pin(self, storage: Storage) -> None:
         storage.is_pinned = True
         self._withdraw(self._slots[storage.number])
 
-    def _offer(self, storage: _Storage) -> None:
+    def _offer(self, storage: Storage) -> None:
         if storage.array is not None and not storage.locks and not storage.is_pinned:
             pool = self._results if storage.is_result else self._pool
             pool.add(self._slots[storage.number])
 
-    def _may_evict(self, storage: _Storage) -> bool:
+    def _may_evict(self, storage: Storage) -> bool:
         slot = self._slots.get(storage.number, -1)
         return slot in self._pool or slot in self._results
 
@@ -473,7 +405,7 @@ class Machine:
         self._pool.discard(slot)
         self._results.discard(slot)
 
-    def _evict(self, storage: _Storage) -> None:
+    def _evict(self, storage: Storage) -> None:
         slot = self._slots[storage.number]
         self._withdraw(slot)
         storage.array = None
@@ -517,7 +449,7 @@ class Machine:
         self._pool.lower(slot)
         self._results.lower(slot)
 
-    def _alive(self) -> list[_Storage]:
+    def _alive(self) -> list[Storage]:
         return [s for weak in list(self._storages.values()) if (s := weak()) is not None]
 
     def _renumber(self) -> None:
