@@ -109,7 +109,8 @@ def resolve(remat_policy: Any, budget: Any = None, confirm: Any = None) -> Resol
         remat_policy: a name (ours, or one of `jax.checkpoint_policies`), a policy object, a `Plan` or the path
             of a saved one, a jax policy callable, or None / "none" / "full" / "minimal".
         budget: bytes, `"6GiB"`, or a fraction of the no-remat peak.
-        confirm: how the compiler is asked whether the budget is met; see `parse_confirm`.
+        confirm: how the compiler is asked whether the budget is met, or without one what the plan takes, which
+            it is only asked where that is given; see `parse_confirm`.
 
     Raises:
         PolicyError: an unknown name (the message lists the valid ones), or something that is no policy.
@@ -129,7 +130,7 @@ def resolve(remat_policy: Any, budget: Any = None, confirm: Any = None) -> Resol
                 else f"a budget needs one of remat's own policies, {sorted(POLICIES)}"
             )
         )
-    if isinstance(found, PolicyPlanner) and limit is not None:
+    if isinstance(found, PolicyPlanner) and (limit is not None or confirm is not None):
         return replace(found, confirm=wanted)
     return found
 

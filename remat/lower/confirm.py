@@ -17,6 +17,7 @@ from remat.compiler.remembered import compiled_numbers
 from remat.compiler.toolchain import find_plugin
 from remat.core.devices import get_device
 from remat.core.errors import CompileError, RematWarning
+from remat.core.interrupt import say
 from remat.lower.pipeline import MakesBody, Room, plan_room
 from remat.lower.regions import annotate_program
 from remat.lower.staged import Staged
@@ -37,9 +38,10 @@ def plan_and_confirm(
     planner: Planner,
     body: MakesBody,
 ) -> Staged:
-    """Returns a room with its plan; with a budget, one that the compiler confirms if the planner says so.
+    """Returns a room with its plan; one that the compiler confirms, if the planner says so.
 
-    The arguments are those of `remat.lower.pipeline.plan_room`.
+    With a budget that is a plan whose compiled program is within it; without, the policy's, with what the compiler
+    says it takes. The arguments are those of `remat.lower.pipeline.plan_room`.
 
     Raises:
         BudgetError: the budget is not met, as predicted or, where the compiler is asked, as compiled.
@@ -49,29 +51,37 @@ def plan_and_confirm(
     def make(other: Planner) -> Staged:
         return Staged(*plan_room(room, inputs, perturbed, other, body))
 
-    asked = planner if isinstance(planner, PolicyPlanner) and planner.has_budget else None
+    asked = planner if isinstance(planner, PolicyPlanner) else None
     if asked is None or asked.confirm is None or room.is_body:
         return make(planner)
     device, reason = _device(asked)
     if reason:
-        return _unconfirmed(make(planner), reason)
+        return _unconfirmed(make(planner), asked, reason)
+
+    def compiled(made: Staged, limit_bytes: int | None) -> Confirmed:
+        return _compiled(made, room, device, limit_bytes)
+
     try:
+        if asked.budget is None:
+            staged = make(planner)
+            say(f"{asked.policy.name}: compiling")
+            return Staged(staged.joint, replace(staged.plan, confirmed=compiled(staged, None)))
         staged, plan = confirmed(
             asked,
             asked.confirm.compiles,
             make,
-            lambda made, limit_bytes: _compiled(made, room, device, limit_bytes),
+            compiled,
             takes_plain=not room.name_values,  # what it keeps has no names
         )
     except CompileError as error:
         if asked.confirm.device != "auto":
             raise
         warnings.warn(
-            f"a budget is met as predicted, and not confirmed by the compiler: {error}",
+            f"{_as_predicted(asked)}, and not confirmed by the compiler: {error}",
             RematWarning,
             stacklevel=2,
         )
-        return _unconfirmed(make(planner), "the compiler failed")
+        return _unconfirmed(make(planner), asked, "the compiler failed")
     return Staged(staged.joint, plan)
 
 
@@ -91,8 +101,12 @@ def _device(planner: PolicyPlanner) -> tuple[str | None, str]:
     return name, ""
 
 
-def _unconfirmed(staged: Staged, reason: str) -> Staged:
-    note = f"the budget is met as predicted; the compiler was not asked: {reason}"
+def _as_predicted(planner: PolicyPlanner) -> str:
+    return "the peak is predicted" if planner.budget is None else "the budget is met as predicted"
+
+
+def _unconfirmed(staged: Staged, planner: PolicyPlanner, reason: str) -> Staged:
+    note = f"{_as_predicted(planner)}; the compiler was not asked: {reason}"
     return Staged(staged.joint, replace(staged.plan, notes=(*staged.plan.notes, note)))
 
 

@@ -24,9 +24,11 @@ from remat.plans.record import Confirmed
 from remat.plans.report import human_bytes
 from remat.policies import Full, MinCut, Policy, Unchanged
 from remat.policies.base import BudgetPolicy, describe_options
+from remat.policies.min_cut import LowMemory
 
 __all__ = ["UNCHANGED", "Bench", "BudgetKnob", "Made", "Setting", "confirmed"]
 
+_ANCHORS = 2  # plans of quick policies that are compiled before the search; the others only where nothing fits
 _TOLERANCE = 0.1
 """Share of a budget that may be left unused before another compile is spent. Bound: so much memory."""
 
@@ -67,7 +69,7 @@ class BudgetKnob(Generic[T]):
         self.bench, self.policy = bench, policy
         self._time = SharedTime(policy)
         self._least: T | None = None
-        self._others = self._other_plans()
+        self._others = iter(self._quick)
 
     def cheapest(self) -> T:
         """Compiles the cheapest plan."""
@@ -91,7 +93,21 @@ class BudgetKnob(Generic[T]):
 
     def another(self) -> T | None:
         """Compiles another policy's plan: predicted to take more, the compiler may make less of it."""
-        return next(self._others, None)
+        setting = next(self._others, None)
+        return None if setting is None else self.bench.trial(setting)
+
+    def anchors(self, plain: T, limit_bytes: int) -> Iterator[T]:
+        """Compiles the plans of quick policies that may fit: the same for every budget.
+
+        Of all that fits the fastest is taken, so that what these take is never undercut by a larger budget's plan.
+        They say besides how far predictions are off. Left out is what neither fits as predicted nor as predicted
+        and corrected by what `plain`, the program without rematerialization, was off.
+        """
+        correction = plain.temp_bytes / max(plain.predicted_bytes, 1)
+        for setting in self._quick[:_ANCHORS]:
+            predicted_bytes = self.bench.plan(setting).peak_bytes
+            if min(1.0, correction) * predicted_bytes <= limit_bytes:
+                yield self.bench.trial(setting)
 
     def at(self, target_bytes: int, low: T | None, high: T | None) -> T | None:
         """Compiles a plan that is asked for at the very place, or for the smallest peak that the refusal names."""
@@ -114,16 +130,20 @@ class BudgetKnob(Generic[T]):
             PolicyPlanner(self.policy, budget, margin=0, nearest=nearest),
         )
 
-    def _other_plans(self) -> Iterator[T]:
+    @property
+    def _quick(self) -> tuple[Setting, ...]:
         """Of quick policies; a published algorithm (`falls_back` is False) is not replaced by another."""
         device = self.policy.device
         others: tuple[tuple[str, Policy], ...] = (
             ("a minimum cut", MinCut(device=device)),
+            ("little memory", LowMemory(device=device)),
             ("nothing kept", Full()),
-            ("matmuls without batch dimensions kept", MinCut(device=device, heavy="batched")),
         )
-        for label, other in others if self.policy.falls_back else ():
-            yield self.bench.trial(Setting(label, PolicyPlanner(other)))
+        return tuple(
+            Setting(label, PolicyPlanner(other))
+            for label, other in others
+            if self.policy.falls_back
+        )
 
 
 class Made(Protocol):
@@ -267,8 +287,11 @@ def confirmed(
         def left() -> int:
             return 0 if interrupted() else max_compiles - len(bench.trials)
 
+        anchors, known = knob.anchors(plain, limit), list[_Trial[M]]()
+        while left() > 1 and (anchor := next(anchors, None)) is not None:
+            known += [anchor] if anchor is not plain else []
         trials = search.search(
-            knob, plain, limit, left=left, tolerance=_TOLERANCE, first_is_alike=False
+            knob, plain, limit, left=left, known=known, tolerance=_TOLERANCE, first_is_alike=False
         )
     fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
     if not fitting:

@@ -23,7 +23,7 @@ __all__ = ["Confirm", "PlanPlanner", "PolicyPlanner"]
 
 @dataclass(frozen=True)
 class Confirm:
-    """How a budget is confirmed by the compiler.
+    """How the compiler confirms a budget, or without one says what a plan takes.
 
     Attributes:
         compiles: at most so many programs are compiled, 2 or more; those in the cache on disk count, too.
@@ -55,7 +55,7 @@ class PolicyPlanner(SteadyPlanner):
         margin: share of the budget that plans leave for the prediction's error, if there is one that can.
         nearest: where nothing is predicted to fit, take what is nearest instead of a `BudgetError`: for those who
             ask the compiler, for whom predictions are a guide. Not for functions with loops.
-        confirm: how the compiler is asked whether the budget is met, None if it is not.
+        confirm: how the compiler is asked, None if it is not.
         tags: `checkpoint_name`s of the function as written, wherever they are in it; None for the body of a loop,
             which need not hold what the policy names.
     """

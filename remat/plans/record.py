@@ -204,6 +204,11 @@ class PlanRecord:
         """Relative optimality gap, None when there is no bound."""
         return None if self.certificate is None else self.certificate.gap
 
+    @property
+    def expected_peak_bytes(self) -> int:
+        """The best that is known of what it takes: as compiled, if the compiler was asked, else as predicted."""
+        return self.peak_bytes if self.confirmed is None else self.confirmed.temp_bytes
+
     def policy_names(self) -> tuple[str, ...]:
         """Returns the names that stand for the kept values in `policy` and `annotate`.
 

@@ -93,18 +93,16 @@ def _rewritten(plan: PlanRecord) -> list[str]:
 
 
 def _budget(plan: PlanRecord) -> list[str]:
-    if plan.budget_bytes is None:
-        return []
-    found = plan.confirmed
-    used = plan.peak_bytes if found is None else found.temp_bytes
-    lines = [
-        f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), "
-        f"{used / plan.budget_bytes:.0%} of it used"
-    ]
-    if found is not None:
+    found, used, lines = plan.confirmed, plan.expected_peak_bytes, list[str]()
+    if plan.budget_bytes is not None:
         lines.append(
-            f"confirmed: {human_bytes(used)} compiled for {found.device} by jax {found.jax_version}, "
-            f"the choice of {found.compiles} programs"
+            f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), "
+            f"{used / plan.budget_bytes:.0%} of it used"
+        )
+    if found is not None:
+        chosen = f", the choice of {found.compiles} programs" if found.compiles > 1 else ""
+        lines.append(
+            f"confirmed: {human_bytes(used)} compiled for {found.device} by jax {found.jax_version}{chosen}"
         )
     return lines
 
