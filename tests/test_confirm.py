@@ -141,6 +141,30 @@ def test_a_policy_without_budgets_is_compiled_as_it_is() -> None:
         remat.plan(loss, *args(), remat_policy="full", budget=1000, confirm="cpu")
 
 
+@pytest.mark.parametrize("policy", ["min_cut", "save_all"])
+def test_without_a_budget_the_compiler_says_what_a_plan_takes(policy: str) -> None:
+    plan = remat.plan(loss, *args(), remat_policy=policy, confirm="cpu")
+    assert plan.confirmed is not None and plan.budget_bytes is None
+    wrapped = remat.checkpoint(loss, remat_policy=plan)
+    reports = [
+        remat.compile_report(transform(wrapped), *args(), device="cpu")
+        for transform in (jax.grad, jax.value_and_grad)
+    ]
+    assert plan.expected_peak_bytes == max(report.temp_bytes for report in reports)
+    assert "compiled for cpu" in str(plan) and plan.confirmed.compiles == 1
+    asked = remat.plan(loss, *args(), remat_policy=policy)
+    assert asked.confirmed is None and asked.expected_peak_bytes == asked.peak_bytes
+
+
+def test_a_larger_budget_is_no_slower_than_quick_plans_that_fit() -> None:
+    quick = remat.plan(loss, *args(), remat_policy="min_cut", confirm="cpu")
+    budget = quick.expected_peak_bytes
+    plan = remat.plan(loss, *args(), remat_policy=QUICK, budget=budget, confirm="cpu")
+    assert plan.confirmed is not None and plan.confirmed.temp_bytes <= budget
+    # Of an unknown device the time is not known; then the least repetition counts.
+    assert plan.recompute_seconds <= quick.recompute_seconds
+
+
 def test_wrapped_functions_confirm_when_they_are_differentiated() -> None:
     lines: list[str] = []
 

@@ -18,7 +18,7 @@ import remat
 from remat.plans.plan import Plan
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import simulate
-from remat.plans.stages import accumulations
+from remat.plans.stages import accumulations, stage_points
 
 WIDTH = 64
 
@@ -121,6 +121,42 @@ def test_two_terms_and_small_sums_are_not_tied() -> None:
     wide = jnp.ones((64 * WIDTH, WIDTH))  # what passes through is far larger than the weights
     graph = remat.plan(recurrent(4), weights, wide, remat_policy="save_all").graph
     assert not accumulations(graph, list(graph.backward_ops()))
+
+
+def parts(rounds: int) -> Any:
+    """Every round reads what is computed once beside what the last made: one matmul has both gradients."""
+
+    def loss(params: tuple[list[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        weights, links = params[0], jnp.tanh(params[1])
+        for weight in weights:
+            x = jnp.tanh(jnp.concatenate([x, links], axis=-1) @ weight)
+        return jnp.sum(x**2)
+
+    keys = jax.random.split(jax.random.key(0), rounds)
+    weights = [jax.random.normal(key, (4 * WIDTH, 2 * WIDTH)) / WIDTH for key in keys]
+    x = jax.random.normal(jax.random.key(1), (512, 2 * WIDTH))
+    return loss, ((weights, x[::-1]), x)
+
+
+def test_terms_that_are_parts_of_larger_arrays_are_added_closely() -> None:
+    loss, args = parts(8)
+    plan = remat.plan(loss, *args, remat_policy="save_all")
+    ties = accumulations(plan.graph, list(plan.graph.backward_ops()))
+    # Seven additions of parts of arrays twice as large: one more between two ties than the root of 7 * 8 / 16.
+    assert len(ties) == 7 // 2
+    plan = remat.plan(loss, *args, remat_policy="full")
+    wrapped = remat.checkpoint(loss, remat_policy=plan)
+    found, expected = jax.grad(wrapped)(*args), jax.grad(loss)(*args)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=1e-5)
+
+
+def test_what_waits_in_a_sum_does_not_hide_where_stages_begin() -> None:
+    loss, args = parts(8)
+    points = stage_points(remat.plan(loss, *args, remat_policy="save_all").graph)
+    assert (
+        len(points) >= 7
+    )  # one per round, though the gradient of the links is alive at all of them
 
 
 @pytest.mark.gpu_compile

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from remat.compiler.alive import AtPeak, alive_at_peak
+from remat.compiler.hlo import parse_module
 from remat.compiler.kernels import Kernel
 
 _MIB = 2**20
@@ -76,9 +79,24 @@ class CompileReport:
             sizes = _mib(k.operand_bytes), _mib(k.result_bytes)
             name = (k.kind, k.name, k.op_name or "")
             rows.append((_mib(k.traffic_bytes), str(k.trip_count), *sizes, *name))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
-        return "\n".join("  ".join(row).rstrip() for row in cells)
+        return _aligned(rows)
+
+    def at_peak(self) -> AtPeak:
+        """What is alive where the program needs most memory, read off its text: what XLA keeps, and what it adds.
+
+        The sum is near `temp_bytes` and not equal to it; see `remat.compiler.alive`.
+        """
+        return alive_at_peak(parse_module(self.hlo_text))
+
+    def peak_table(self, n: int = 20) -> str:
+        """A printable table of the `n` largest arrays of `at_peak`; those that XLA adds come from nowhere."""
+        found = self.at_peak()
+        rows = [("bytes", "array", "made by", "in", "from")]
+        for a in found.arrays[:n]:
+            rows.append((_mib(a.nbytes), a.label, a.opcode, "/".join(a.loops), a.op_name or ""))
+        rest = sum(a.nbytes for a in found.arrays[n:])
+        rows += [(_mib(rest), f"{len(found.arrays) - n} more", "", "", "")] if rest else []
+        return f"{_mib(found.nbytes)} alive at {'/'.join(found.at)}\n{_aligned(rows)}"
 
     def to_dict(self, include_kernels: bool = True) -> dict[str, Any]:
         """Plain data for JSON, without the program text.
@@ -128,6 +146,12 @@ def _rows(report: CompileReport) -> list[tuple[str, str]]:
         ("roofline (estimate)", "unknown" if seconds is None else f"{seconds * 1e3:.3f} ms"),
         ("compile time", f"{report.compile_seconds:.2f} s"),
     ]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def _mib(count_bytes: int) -> str:

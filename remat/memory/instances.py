@@ -193,7 +193,11 @@ class Builder:
             return
         key = (signature(self.graph, op), ins)
         made = self._seen.get(key)
-        if made is None:
+        if made is None and op.fusible and op.kind == "VIEW":
+            # To XLA every result of a split is a slice of its own.
+            parts = [self._node(step, op, ins, (value,)) for value in op.outputs]
+            made = self._seen[key] = [index for part in parts for index in part]
+        elif made is None:
             made = self._seen[key] = self._node(step, op, ins)
         self.raw.update(zip(op.outputs, made, strict=True))
 
@@ -274,6 +278,7 @@ class Builder:
             step,
             fusible=op.fusible,
             reduces=op.kind == "REDUCTION",
+            slices=op.kind == "VIEW",
             additions=RANDOM_ADDITIONS if random else ADDITIONS.get(op.name, 1),
             working=working,
             again=op.id in self._ran,

@@ -41,7 +41,7 @@ SAME_BUFFER = primitives_with(Trait.SAME_BUFFER)
 # Operators of one operand that their result type describes: two on one operand are one.
 DETERMINED = primitives_with(Trait.DETERMINED)
 # Operators that take a part of an array which their result type does not tell.
-PICKS = frozenset({"slice", "split", "pad", "concatenate"})
+PICKS = frozenset({"slice", "split", "pad"})
 # Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.
 COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.

@@ -105,8 +105,13 @@ class Stage:
 
 
 def stage_points(graph: Graph) -> list[StagePoint]:
-    """Returns the places in the backward pass where exactly one large backward value is alive."""
+    """Returns the places in the backward pass where exactly one large backward value is alive.
+
+    What waits in a long sum (the gradient of what all layers read) is alive at all of them, and does not count.
+    """
     ops = list(graph.backward_ops())
+    additions = (graph.ops[op] for chain in long_sums(graph, ops) for op in chain)
+    waiting = {v for op in additions for v in op.inputs if len(graph.users[v]) == 1}
     forward = graph.forward_values
     last: dict[int, int] = {}
     for position, op in enumerate(ops):
@@ -117,8 +122,9 @@ def stage_points(graph: Graph) -> list[StagePoint]:
     points: list[StagePoint] = []
     for position, op in enumerate(ops):
         if alive:
-            largest = max(graph.values[value].nbytes for value in alive)
-            frontier = [v for v in alive if graph.values[v].nbytes >= LARGE_SHARE * largest]
+            counted = alive - waiting or alive
+            largest = max(graph.values[value].nbytes for value in counted)
+            frontier = [v for v in counted if graph.values[v].nbytes >= LARGE_SHARE * largest]
             if position == 0 or (len(frontier) == 1 and _worth_tying(graph, op, frontier[0])):
                 points.append(StagePoint(op.id, tuple(sorted(frontier))))
         alive.difference_update([v for v in op.inputs if last.get(v) == position])
@@ -253,13 +259,14 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
     XLA adds all gradients of a shared weight in one kernel, at the end: until then each has a buffer of its own,
     one per use of the weight. Tied to what the backward pass needs next, the sum so far is the only one. A tie
     costs a pass over the sum to write it and one to read it, so of n terms about sqrt(n) are left between two ties:
-    as many terms are alive as there are ties. One tie holds all sums that have grown. Only sums are tied whose
+    as many terms are alive as there are ties. Fewer, where terms are parts of larger arrays, which stay as long as
+    they do. One tie holds all sums that have grown. Only sums are tied whose
     terms would take, but for two, as much as a large value, and only terms that are buffers anyway.
     """
     every: dict[int, int] = {}  # so many terms between two ties of a sum, by addition
     sum_of: dict[int, int] = {}
     for chain in long_sums(graph, backward):
-        every.update(dict.fromkeys(chain[:-1], _between_ties(chain)))
+        every.update(dict.fromkeys(chain[:-1], _between_ties(graph, chain)))
         sum_of.update(dict.fromkeys(chain, chain[-1]))
     found: dict[int, tuple[int, ...]] = {}
     alive = _Alive(graph, backward)
@@ -283,9 +290,20 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
     return found
 
 
-def _between_ties(chain: list[int]) -> int:
-    """How many terms are added between two ties."""
-    return math.isqrt(len(chain)) + 1
+def _between_ties(graph: Graph, chain: list[int]) -> int:
+    """How many terms are added between two ties: k of n, such that k terms take what n / k passes move."""
+    additions = set(chain)
+    held_bytes = 0
+    for op in chain:
+        for value in graph.ops[op].inputs:
+            producer = graph.values[value].producer
+            if producer not in additions:
+                made = maker(graph, value)
+                outputs = (value,) if made is None else (value, *made.outputs)
+                held_bytes += max(graph.values[v].nbytes for v in outputs)
+    count = len(chain)
+    sum_bytes = graph.values[graph.ops[chain[-1]].outputs[0]].nbytes
+    return math.isqrt(count * (count + 1) * sum_bytes // max(held_bytes, 1)) + 1
 
 
 def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
@@ -309,7 +327,7 @@ def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
     return [
         chain
         for last, chain in chains.items()
-        if len(chain) > _between_ties(chain)
+        if len(chain) > _between_ties(graph, chain)
         and (len(chain) - 1) * values[ops[last].outputs[0]].nbytes >= least
     ]
 
