@@ -46,7 +46,8 @@ class Row:
         policy: `none`, `min_cut`, `full`, or `ilp 0.5`: within that share of what `none` takes.
         status: `made`, `refused` if no program within the budget was found, or `failed` if the compiler did.
         budget_bytes: None without a budget.
-        predicted_bytes: of the plan, 0 if refused.
+        predicted_bytes: of the plan, by the memory model, 0 if refused.
+        confirmed_bytes: what the plan says it takes, by the compiler that was asked; 0 where it was not.
         temp_bytes: of the compiled gradient; of a refused one the smallest that was compiled.
         traffic_bytes, matmuls, roofline_seconds: of the compiled gradient.
         compiles: programs compiled to confirm a budget.
@@ -64,6 +65,7 @@ class Row:
     roofline_seconds: float
     compiles: int
     seconds: float
+    confirmed_bytes: int = 0
 
     @property
     def error(self) -> float:
@@ -105,9 +107,8 @@ def _row(
 ) -> Row:
     start, predicted_bytes, smallest_bytes = time.perf_counter(), 0, 0
     try:
-        plan = remat.plan(
-            loss, *args, remat_policy=policy, budget=budget, confirm=Confirm(device=device)
-        )
+        confirm = Confirm(device=device) if budget is not None else False
+        plan = remat.plan(loss, *args, remat_policy=policy, budget=budget, confirm=confirm)
         seconds, predicted_bytes = time.perf_counter() - start, plan.peak_bytes
         wrapped = remat.checkpoint(loss, remat_policy=plan)
         report = remat.compile_report(jax.grad(wrapped), *args, device=device)
@@ -130,6 +131,7 @@ def _row(
         roofline_seconds=report.roofline_seconds or 0.0,
         compiles=plan.confirmed.compiles if plan.confirmed is not None else 0,
         seconds=seconds,
+        confirmed_bytes=plan.confirmed.temp_bytes if plan.confirmed is not None else 0,
     )
 
 
@@ -162,6 +164,12 @@ def summarise(rows: Sequence[Row]) -> tuple[list[str], bool]:
         f"{len(refused)} refused, {len(wasted)} used by less than 90 %",
         f"less memory was faster {len(faster)} times" + "".join(f"\n  {line}" for line in faster),
     ]
+    asked = [row for row in made if row.confirmed_bytes]
+    off = [abs(row.confirmed_bytes / max(row.temp_bytes, 1) - 1) for row in asked]
+    if off:
+        lines.append(
+            f"what {len(asked)} confirmed plans say they take is off by at most {max(off):.1%}"
+        )
     if failed:
         lines.append(f"not compiled at all: {', '.join(failed)}")
     good = within >= WITHIN_SHARE * len(made) and abs(worst.error) <= WORST and not exceeded
