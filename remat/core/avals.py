@@ -8,6 +8,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 __all__ = ["aval_bytes", "aval_size", "is_complex"]
 
 # Types that numpy holds in a byte and XLA packs. Every other dtype is as large as its `itemsize`.
@@ -39,7 +41,6 @@ def aval_bytes(aval: Any) -> int:
     return (aval_size(aval) * _dtype_bits(getattr(aval, "dtype", None)) + 7) // 8
 
 
-@lru_cache(maxsize=256)  # numpy spells the name of a dtype anew whenever it is asked
 def _dtype_bits(dtype: Any) -> int:
     name = _dtype_name(dtype)
     if name in _PACKED_BITS:
@@ -50,8 +51,14 @@ def _dtype_bits(dtype: Any) -> int:
     return 8 * int(getattr(dtype, "itemsize", 0))
 
 
-@lru_cache(maxsize=256)
+_numpy_name = lru_cache(maxsize=256)(
+    lambda dtype: dtype.name
+)  # numpy spells it anew whenever it is asked
+
+
 def _dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, np.dtype):
+        return _numpy_name(dtype)
     return getattr(dtype, "name", None) or str(dtype)
 
 
