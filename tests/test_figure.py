@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,14 @@ def test_the_figure_is_drawn_anew_from_the_results(tmp_path: Path) -> None:
 def test_other_networks_are_errors() -> None:
     with pytest.raises(ValueError, match="no row of nothing"):
         figure.data_of(network="nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "min_cut", "low_memory", "gist", "sublinear"])
+def test_pictures_of_policies_have_the_peaks_of_their_plans(name: str) -> None:
+    pictures = runpy.run_path(str(figure.ROOT / "docs" / "site" / "pictures.py"))
+    plan = pictures["plan_of"](name)
+    labels = " ".join(texts_of_svg(figure.ASSETS / "policies" / f"{name}.svg"))
+    assert f"peak {human_bytes(plan.peak_bytes)}" in labels
+    assert f"peak {human_bytes(plan.baseline_peak_bytes)}" in labels
+    assert name in labels
