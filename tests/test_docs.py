@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -286,3 +288,22 @@ def test_plan_fields_are_documented() -> None:
         known |= {"solve_seconds", "host_traffic_bytes", "kernel_count", "kernels", "top_kernels"}
         missing = {n for n in public - known if not re.search(rf"\b{n}\b", page)}
         assert not missing, f"docs/api.md lacks {cls.__name__}.{missing}"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_stores_what_it_shows(tmp_path: Path) -> None:
+    """Its cells as plain Python; a plan's picture differs with matplotlib's release, what is printed does not."""
+    example = runpy.run_path(str(ROOT / "examples" / "notebook.py"))
+    cells = [
+        c for c in json.loads(example["NOTEBOOK"].read_text())["cells"] if c["cell_type"] == "code"
+    ]
+    scope: dict[str, Any] = {"__name__": "notebook"}
+    shown = [example["run_cell"]("".join(cell["source"]), scope) for cell in cells]
+    for cell, outputs in zip(cells, shown, strict=True):
+        assert [x["output_type"] for x in cell["outputs"]] == [x["output_type"] for x in outputs]
+        assert [sorted(x.get("data", ())) for x in cell["outputs"]] == [
+            sorted(x.get("data", ())) for x in outputs
+        ]
+    before, after = re.findall(r"([\d.]+) MiB, (\d+) matmuls", "".join(shown[2][0]["text"]))
+    assert float(after[0]) < float(before[0]) and before[1] == after[1]
+    assert "False" not in "".join(shown[3][0]["data"]["text/plain"])
