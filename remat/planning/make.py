@@ -190,7 +190,7 @@ def _why(graph: Graph, value: int) -> str:
         return "a small result of a large reduction"
     if not op.fusible:
         return f"{op.name} does not fuse: it would be written again"
-    return "the cheapest place to cut: what lies before it is larger or dearer"
+    return "the cheapest place to cut: what lies before it is larger or costs more"
 
 
 def _recomputed(graph: Graph, replay: Replay) -> tuple[Recomputed, ...]:
