@@ -307,3 +307,35 @@ def test_the_notebook_runs_and_stores_what_it_shows(tmp_path: Path) -> None:
     before, after = re.findall(r"([\d.]+) MiB, (\d+) matmuls", "".join(shown[2][0]["text"]))
     assert float(after[0]) < float(before[0]) and before[1] == after[1]
     assert "False" not in "".join(shown[3][0]["data"]["text/plain"])
+
+
+def test_results_are_those_of_the_files() -> None:
+    """Every row of the tables: temp in MiB, traffic in GiB, and where it says so, matmuls or convolutions."""
+    measured = [
+        (row["temp_mib"], row["traffic_gib"], row["matmuls"], row["convolutions"])
+        if "temp_mib" in row
+        else (
+            row["temp_bytes"] / 2**20,
+            row["traffic_bytes"] / 2**30,
+            row["matmuls"],
+            row["convolutions"],
+        )
+        for name in ("compiled_h200", "budgets_h200")
+        for row in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())[
+            "rows"
+        ]
+        if row.get("temp_mib") or row.get("temp_bytes")
+    ]
+    text = (ROOT / "docs" / "results.md").read_text().replace("*", "")
+    by_policy = re.findall(r"\| (\d+) \| ([\d.]+) \| (\d+) \|$", text, re.MULTILINE)
+    by_budget = re.findall(
+        r"\((\d+)(?: \w+)?\) \| \d* ?\| (\d+) \| ([\d.]+) \|$", text, re.MULTILINE
+    )
+    rows = by_policy + [(temp, traffic, work) for work, temp, traffic in by_budget]
+    assert len(by_policy) == 24 and len(by_budget) == 11
+    for temp, traffic, work in rows:
+        digits = len(traffic.partition(".")[2])
+        assert any(
+            f"{mib:.0f}" == temp and f"{gib:.{digits}f}" == traffic and int(work) in works
+            for mib, gib, *works in measured
+        ), (temp, traffic, work)
