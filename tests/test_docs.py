@@ -332,7 +332,7 @@ def test_results_are_those_of_the_files() -> None:
         r"\((\d+)(?: \w+)?\) \| \d* ?\| (\d+) \| ([\d.]+) \|$", text, re.MULTILINE
     )
     rows = by_policy + [(temp, traffic, work) for work, temp, traffic in by_budget]
-    assert len(by_policy) == 24 and len(by_budget) == 11
+    assert len(rows) == len(re.findall(r"^\|.*\d \|$", text, re.MULTILINE)) > 30
     for temp, traffic, work in rows:
         digits = len(traffic.partition(".")[2])
         assert any(
