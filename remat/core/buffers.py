@@ -14,11 +14,11 @@ written besides, because that takes less time or because a plan keeps it:
 * The minimum cut, `is_written_forward`: what does not fuse ends a kernel; readers in the forward pass count, since
   what the backward pass reads is what is being decided; besides, results and what a loop carries.
 * Planners within a budget, `kernel_results`: reductions and what may not run again end a kernel, too; readers count
-  that anything needs, but for scatters that make the value themselves (`absorbs`); besides, results, what a cut
-  keeps, and what is dear to make in several kernels. One answer for all plans of a graph.
+  that anything needs; besides, results, what a cut keeps, and what is dear to make in several kernels. One answer
+  for all plans of a graph.
 * The memory model, `remat.memory.fusion`: reductions end a kernel, too; each run of an operator is a reader of its
-  own, if anything needs it, and scatters as above; besides, results, and what several kernels read if writing it
-  takes less time. The answer for one plan.
+  own, if anything needs it; besides, results, and what several kernels read if writing it takes less time. The
+  answer for one plan.
 
 The differences are on purpose: to give all of them one variant would change plans.
 """
@@ -29,11 +29,9 @@ from collections.abc import Callable, Collection, Container, Iterable
 from typing import Protocol
 
 from remat.core.graph import Graph, Op
-from remat.core.primitives import Trait, primitives_with
 
 __all__ = [
     "KernelSizes",
-    "absorbs",
     "splits_code",
     "ends_kernel",
     "fused_values",
@@ -50,7 +48,6 @@ _MOVES_MADE_TWICE, _MOVES_WRITTEN = 2, 3
 
 # XLA's own numbers and operators (`gpu_hlo_cost_analysis.h`, `ElementalIrEmitter::OpInvalidatesCache`).
 MOST_SPLITS, MOST_INSTRUCTIONS = 10, 10_000
-ABSORBING = primitives_with(Trait.ABSORBS)
 _SPLITS = frozenset({"concatenate", "pad", "dynamic_update_slice"})
 
 
@@ -61,14 +58,6 @@ class _Fusing(Protocol):
     def fusible(self) -> bool:
         """Whether it is merged with what it reads."""
         ...
-
-
-def absorbs(op: Op, value: int) -> bool:
-    """Whether XLA makes a value in the kernel of an operator that ends one.
-
-    A scatter makes its updates and indices itself (`IsInputFusibleScatter`); what it writes over is in memory.
-    """
-    return op.name in ABSORBING and value not in op.inputs[:1]
 
 
 def is_written(ends_kernel: bool, readers: Iterable[_Fusing]) -> bool:
@@ -215,8 +204,7 @@ def kernel_results(graph: Graph, live: Collection[int], kept: Container[int]) ->
         ends = ends_kernel(op) or not (op.recomputable or op.decision)
         for value in op.outputs:
             users = [graph.ops[u] for u in graph.users[value] if u in live]
-            apart = [user for user in users if not absorbs(user, value)]
-            if value in roots or value in kept or (users and is_written(ends, apart)):
+            if value in roots or value in kept or (users and is_written(ends, users)):
                 found.add(value)
     found |= _dear(graph, live, found)
     return found | _too_large(graph, live, found)

@@ -66,7 +66,6 @@ class Trait(enum.Enum):
     NAMED_BODY = "named body"  # has a body, which does what the name says
     SAME_BUFFER = "same buffer"  # moves no data: to XLA the result is the operand's buffer
     IN_PLACE = "in place"  # writes into its operand's buffer although XLA does not fuse it
-    ABSORBS = "absorbs"  # ends a kernel, in which XLA makes all its operands but the first
     SEVERAL_RESULTS = (
         "several results"  # returns several arrays to XLA, however many it has in the graph
     )
@@ -445,9 +444,6 @@ _TRAITS: Mapping[Trait, str] = MappingProxyType(
         Trait.IN_PLACE: """
             scan scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add
             select_and_scatter_add while
-        """,
-        Trait.ABSORBS: """
-            scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add
         """,
         Trait.SEVERAL_RESULTS: "conv_general_dilated scan sort while",
         Trait.DETERMINED: """

@@ -96,7 +96,6 @@ class Node:
         ins, outs: instances.
         step: index of the schedule's step.
         fusible: whether it is merged with what it reads; `reduces`: but with nothing that reads it.
-        slices: whether it reads a part of an operand that is larger.
         additions: what it takes per element.
         working: of a planned loop what one iteration needs, and its `trips`, the number of iterations.
         again: whether the operator ran before.
@@ -110,7 +109,6 @@ class Node:
     step: int
     fusible: bool
     reduces: bool = False
-    slices: bool = False
     additions: int = 0
     working: Prediction | None = None
     again: bool = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.core.buffers import KernelSizes, absorbs, is_written, splits_code
+from remat.core.buffers import KernelSizes, is_written, splits_code
 from remat.memory.execution import Execution, Node
 from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SMALL_SHARE
 
@@ -95,11 +95,10 @@ class Fusion:
         reads = 0.0
         work = node.additions * elements * BYTES_PER_ADDITION
         for index in node.ins:
+            reads += self.reads[index]
             size = instances[index].elements
-            # A slice reads and makes only its part of what it is taken from.
-            share = elements / size if size > elements else 1
-            reads += self.reads[index] * (share if node.slices else 1)
-            work += self.work[index] * share
+            # A slice makes only its part of what it reads.
+            work += self.work[index] * (elements / size if size > elements else 1)
         return reads, work
 
     def _choose(self) -> None:
@@ -114,7 +113,7 @@ class Fusion:
             readers = self.users[outs[0]] if len(outs) == 1 else self._readers(outs)
             kernels = self._union(self.kernels, readers)
             written = (
-                is_written(not node.fusible or node.reduces, self._apart_from(outs, readers))
+                is_written(not node.fusible or node.reduces, [nodes[user] for user in readers])
                 or not results.isdisjoint(outs)
                 or (len(kernels) > 1 and self._written_once(node, kernels))
             )
@@ -131,16 +130,6 @@ class Fusion:
                 read = self.read_by.setdefault(kernel, set())
                 for index in node.ins:
                     read |= self.leaves[index]
-
-    def _apart_from(self, outs: Sequence[int], readers: Sequence[int]) -> list[Node]:
-        """The readers of a node's results that do not make them in their own kernel."""
-        nodes, instances = self.execution.nodes, self.execution.instances
-        values = {instances[out].value for out in outs}
-        return [
-            node
-            for node in map(nodes.__getitem__, readers)
-            if node.op is None or not all(absorbs(node.op, value) for value in values)
-        ]
 
     @staticmethod
     def _splits(node: Node) -> bool:

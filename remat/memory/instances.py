@@ -25,6 +25,7 @@ from remat.memory.tables import (
     SCATTERS,
 )
 from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
+from remat.plans.stages import summed_parts
 from remat.plans.steps import Schedule, Step
 
 __all__ = ["Builder", "execution_of", "steps_of"]
@@ -72,6 +73,7 @@ class Builder:
         self._ran: set[int] = set()
         self._added = frozenset(op.id for op in graph.ops if is_added_up(graph, op))
         self._shared = self.execution.shared = shared_zeros(graph, self._added)
+        self._parted = summed_parts(graph)
         # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
         self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
 
@@ -193,8 +195,8 @@ class Builder:
             return
         key = (signature(self.graph, op), ins)
         made = self._seen.get(key)
-        if made is None and op.fusible and op.kind == "VIEW":
-            # To XLA every result of a split is a slice of its own.
+        if made is None and op.id in self._parted:
+            # To XLA every part is a slice of its own, made where it is read; what waits in a sum is read late.
             parts = [self._node(step, op, ins, (value,)) for value in op.outputs]
             made = self._seen[key] = [index for part in parts for index in part]
         elif made is None:
@@ -278,7 +280,6 @@ class Builder:
             step,
             fusible=op.fusible,
             reduces=op.kind == "REDUCTION",
-            slices=op.kind == "VIEW",
             additions=RANDOM_ADDITIONS if random else ADDITIONS.get(op.name, 1),
             working=working,
             again=op.id in self._ran,

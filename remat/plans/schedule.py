@@ -55,9 +55,10 @@ def build_schedule(
         barriers: tie recomputation to the backward pass; not needed inside a loop body, where the
             loop already separates forward from backward. There, large values that are the same in
             every iteration are kept from being hoisted out of the loop instead.
-        tie_sums: add up the gradients of what is used often as they come (`remat.plans.stages.accumulations`).
+        tie_sums: add up the gradients of what is used often as they come (`remat.plans.stages.accumulations`); they
+            do not decide where stages begin.
     """
-    backward = _Backward(graph, set(saved), barriers, order).run()
+    backward = _Backward(graph, set(saved), barriers, order, tie_sums).run()
     if tie_sums:
         backward = _with_sums_tied(graph, backward)
     needed = read_before_made(graph, backward)
@@ -150,12 +151,13 @@ class _Backward:
         saved: set[int],
         barriers: bool,
         order: Sequence[int] | None,
+        tie_sums: bool,
     ) -> None:
         self.graph = graph
         self.saved = saved
         self.sources = graph.sources
         self.fixed = self.saved | self.sources
-        self.stages = Stages(graph, saved, barriers, order)
+        self.stages = Stages(graph, saved, barriers, order, tie_sums)
         self.ordered = self.stages.ordered
         self.explicit = self.stages.explicit
         self.ready: set[int] = set()  # forward values that are there

@@ -28,6 +28,7 @@ __all__ = [
     "long_sums",
     "maker",
     "stage_points",
+    "summed_parts",
 ]
 
 
@@ -104,13 +105,17 @@ class Stage:
     kept_reads: set[int] = field(default_factory=set)
 
 
-def stage_points(graph: Graph) -> list[StagePoint]:
+def stage_points(graph: Graph, *, tie_sums: bool = False) -> list[StagePoint]:
     """Returns the places in the backward pass where exactly one large backward value is alive.
 
-    What waits in a long sum (the gradient of what all layers read) is alive at all of them, and does not count.
+    Args:
+        graph: a joint graph.
+        tie_sums: whether long sums have ties of their own. Then what waits in one, of the gradient of what all
+            layers read, does not count: it is alive at all of these places.
     """
     ops = list(graph.backward_ops())
-    additions = (graph.ops[op] for chain in long_sums(graph, ops) for op in chain)
+    sums = long_sums(graph, ops) if tie_sums else []
+    additions = (graph.ops[op] for chain in sums for op in chain)
     waiting = {v for op in additions for v in op.inputs if len(graph.users[v]) == 1}
     forward = graph.forward_values
     last: dict[int, int] = {}
@@ -149,7 +154,12 @@ class Stages:
     """
 
     def __init__(
-        self, graph: Graph, saved: set[int], barriers: bool, order: Sequence[int] | None
+        self,
+        graph: Graph,
+        saved: set[int],
+        barriers: bool,
+        order: Sequence[int] | None,
+        tie_sums: bool,
     ) -> None:
         self.graph = graph
         self.saved = saved
@@ -160,7 +170,8 @@ class Stages:
         ids = (op.id for op in graph.backward_ops()) if order is None else order
         self.ops = [graph.ops[index] for index in ids]
         self.explicit = {v for op in self.ops if op.phase == "forward" for v in op.outputs}
-        self.points = {point.op: point for point in stage_points(graph)} if barriers else {}
+        points = stage_points(graph, tie_sums=tie_sums) if barriers else []
+        self.points = {point.op: point for point in points}
         self.large_bytes = LARGE_SHARE * max((value.nbytes for value in graph.values), default=0)
 
     def cut(self) -> list[Stage]:
@@ -330,6 +341,19 @@ def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
         if len(chain) > _between_ties(graph, chain)
         and (len(chain) - 1) * values[ops[last].outputs[0]].nbytes >= least
     ]
+
+
+def summed_parts(graph: Graph) -> frozenset[int]:
+    """Returns the operators that take an array apart, a part of which waits in a long sum: as long as the array."""
+    if "summed_parts" not in graph.memo:
+        found: set[int] = set()
+        for chain in long_sums(graph, graph.backward_ops()):
+            for value in (v for op in chain for v in graph.ops[op].inputs):
+                producer = graph.values[value].producer
+                if producer is not None and graph.ops[producer].kind == "VIEW":
+                    found.add(producer)
+        graph.memo["summed_parts"] = frozenset(op for op in found if len(graph.ops[op].outputs) > 1)
+    return graph.memo["summed_parts"]
 
 
 def _is_buffer(graph: Graph, value: int) -> bool:
