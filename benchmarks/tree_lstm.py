@@ -65,7 +65,7 @@ class Trained:
     rematerializations: int | None = None
 
 
-class _Compilations:
+class Compilations:
     """What XLA compiles, by jax's own count."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def measure(
     config = config or tree_lstm.Config()
     found = documents(count, lines, config)
     params = tree_lstm.init(jax.random.key(0), config)
-    compilations = _Compilations()
+    compilations = Compilations()
     update = jax.jit(lambda p, g: jax.tree.map(lambda x, y: x - RATE * y, p, g))
     runs: list[dtr.RunStatistics] = []
 

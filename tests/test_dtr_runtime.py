@@ -374,18 +374,7 @@ def test_measured_costs_give_the_same_results() -> None:
 # --- compilations
 
 
-class _Compilations:
-    """How often XLA compiles, by jax's own count."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
-COMPILATIONS = _Compilations()
+COMPILATIONS = tree_lstm.Compilations()
 
 
 def _random_tree(draw: Any, leaves: int) -> Any:

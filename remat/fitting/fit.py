@@ -27,11 +27,35 @@ from remat.resolve import budget_hint, parse_budget
 from remat.trace.calls import as_tuple
 from remat.wrapping import check_keywords
 
-__all__ = ["Fitted", "Trial", "finish", "fit", "fit_options", "too_large", "trials_of"]
+__all__ = [
+    "HISTORY_ALIGNED",
+    "HISTORY_COLUMNS",
+    "Fitted",
+    "Trial",
+    "finish",
+    "fit",
+    "fit_options",
+    "history_rows",
+    "too_large",
+    "trials_of",
+]
 
 # Both by look, on the models of `benchmarks/fit.py`; how many compiles are spent depends on them, not what fits.
 _TOLERANCE = 0.02  # of the memory: what may be left unused before another compile is spent
 _NEARLY = 0.02  # of the room for temporaries: how far too large the plain step may be predicted to be compiled
+
+HISTORY_COLUMNS = (
+    "",
+    "planned for",
+    "predicted",
+    "compiled",
+    "temp",
+    "traffic",
+    "repeats",
+    "compile",
+    "",
+)
+HISTORY_ALIGNED = "><>>>>>><"
 
 
 @dataclass(frozen=True)
@@ -118,25 +142,26 @@ class Fitted:
         return "\n".join(lines)
 
 
-def _table(history: Sequence[Trial], chosen: Trial | None) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("", "planned for", "predicted", "compiled", "temp", "traffic", "repeats", "compile", "")
-    ]
-    for number, trial in enumerate(history, start=1):
-        rows.append(
-            (
-                str(number),
-                trial.knob,
-                human_bytes(trial.predicted_bytes),
-                human_bytes(trial.total_bytes),
-                human_bytes(trial.temp_bytes),
-                human_bytes(trial.report.hbm_traffic_bytes),
-                human_seconds(trial.recompute_seconds),
-                human_seconds(trial.report.compile_seconds),
-                "chosen" if trial is chosen else "fits" if trial.fits else "too large",
-            )
+def history_rows(history: Sequence[Trial], chosen: Trial | None) -> list[tuple[str, ...]]:
+    """Returns what was compiled as rows of text under `HISTORY_COLUMNS`; the last cell is the verdict."""
+    return [
+        (
+            str(number),
+            trial.knob,
+            human_bytes(trial.predicted_bytes),
+            human_bytes(trial.total_bytes),
+            human_bytes(trial.temp_bytes),
+            human_bytes(trial.report.hbm_traffic_bytes),
+            human_seconds(trial.recompute_seconds),
+            human_seconds(trial.report.compile_seconds),
+            "chosen" if trial is chosen else "fits" if trial.fits else "too large",
         )
-    return table(rows, "><>>>>>><")
+        for number, trial in enumerate(history, start=1)
+    ]
+
+
+def _table(history: Sequence[Trial], chosen: Trial | None) -> list[str]:
+    return table([HISTORY_COLUMNS, *history_rows(history, chosen)], HISTORY_ALIGNED)
 
 
 def _parts(report: CompileReport) -> str:

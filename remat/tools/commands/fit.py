@@ -121,41 +121,27 @@ def _show(target: str, fitted: Fitted, screen: Screen) -> None:
         first=("proof   ", "bold"),
     )
     screen.line()
-    screen.table(_COLUMNS, _cells(fitted))
+    screen.table(_columns(), _cells(fitted))
 
 
-_COLUMNS = (
-    Column("", ">"),
-    Column("planned for"),
-    Column("predicted", ">", gives_way=1),
-    Column("compiled", ">"),
-    Column("temp", ">", gives_way=2),
-    Column("traffic", ">", gives_way=3),
-    Column("repeats", ">"),
-    Column("compile", ">", gives_way=4),
-    Column(""),
-)
+# Which of the columns give way on a narrow screen, the first of them last.
+_GIVING_WAY = {"predicted": 1, "temp": 2, "traffic": 3, "compile": 4}
+_STYLES = {"chosen": "bold green", "too large": "red"}
+
+
+def _columns() -> tuple[Column, ...]:
+    from remat.fitting.fit import HISTORY_ALIGNED, HISTORY_COLUMNS
+
+    return tuple(
+        Column(title, align, gives_way=_GIVING_WAY.get(title, 0))
+        for title, align in zip(HISTORY_COLUMNS, HISTORY_ALIGNED, strict=True)
+    )
 
 
 def _cells(fitted: Fitted) -> list[list[Cell]]:
-    cells: list[list[Cell]] = []
-    for number, trial in enumerate(fitted.history, start=1):
-        verdict: Cell = ("too large", "red")
-        if trial is fitted.chosen:
-            verdict = ("chosen", "bold green")
-        elif trial.fits:
-            verdict = "fits"
-        cells.append(
-            [
-                str(number),
-                trial.knob,
-                human_bytes(trial.predicted_bytes),
-                human_bytes(trial.total_bytes),
-                human_bytes(trial.temp_bytes),
-                human_bytes(trial.report.hbm_traffic_bytes),
-                human_seconds(trial.recompute_seconds),
-                human_seconds(trial.report.compile_seconds),
-                verdict,
-            ]
-        )
-    return cells
+    from remat.fitting.fit import history_rows
+
+    rows = history_rows(fitted.history, fitted.chosen)
+    return [
+        [*row[:-1], (row[-1], _STYLES[row[-1]]) if row[-1] in _STYLES else row[-1]] for row in rows
+    ]
