@@ -22,6 +22,12 @@ os.environ.setdefault("REMAT_CONFIRM", "off")  # tests that compile for a budget
 settings.load_profile(os.environ.get("REMAT_HYPOTHESIS", "quick"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def any_width() -> None:
+    """What commands print does not depend on the window that pytest tells its workers of."""
+    os.environ.pop("COLUMNS", None)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu_compile` where XLA's GPU compiler is missing; marks what `sample` leaves out."""

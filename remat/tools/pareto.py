@@ -120,7 +120,7 @@ class Pareto:
         policy_name: that planned.
         points: by ascending budget; `recompute_seconds` never rises from one to the next.
         infeasible: budgets that no plan found meets, ascending.
-        smallest_peak_bytes: the smallest predicted peak of any plan found.
+        smallest_peak_bytes: the smallest predicted peak found, no remat included.
         baseline_peak_bytes, baseline_saved_bytes: without rematerialization.
         device: whose roofline the seconds are of.
         wanted: how many budgets were asked for.
@@ -445,7 +445,9 @@ class _Curve:
             policy_name=self.free.policy_name,
             points=tuple(points),
             infeasible=tuple(infeasible),
-            smallest_peak_bytes=min(plan.peak_bytes for plan in self.plans),
+            smallest_peak_bytes=min(
+                self.free.baseline_peak_bytes, *(plan.peak_bytes for plan in self.plans)
+            ),
             baseline_peak_bytes=self.free.baseline_peak_bytes,
             baseline_saved_bytes=self.free.baseline_saved_bytes,
             device=self.free.device,
