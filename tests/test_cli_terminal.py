@@ -86,8 +86,9 @@ def test_a_pipe_gets_everything_and_no_colours(
     out, err = capsys.readouterr()
     assert ESCAPE not in out and "..." not in out and err == ""
     assert "flax/linen/linear.py" in out or command != "plan"
-    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((17, 5)))
-    assert main(COMMANDS[command]) == 0
+    with monkeypatch.context() as narrow:
+        narrow.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((17, 5)))
+        assert main(COMMANDS[command]) == 0
     assert capsys.readouterr().out == out
 
 
