@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from remat.compiler.toolchain import find_plugin
+from remat.compiler.tpu import is_tpu_compiler_there
 
 settings.register_profile("quick", deadline=None, derandomize=True)
 settings.register_profile("nightly", deadline=None, print_blob=True)
@@ -30,11 +31,15 @@ def any_width() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu_compile` where XLA's GPU compiler is missing; marks what `sample` leaves out."""
+    """Skips what needs a compiler that is missing; marks what `sample` leaves out."""
+    missing = {}
     if find_plugin() is None:
-        reason = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
-        for item in items:
-            if item.get_closest_marker("gpu_compile") is not None:
+        missing["gpu_compile"] = "XLA:GPU is not installed: pip install 'remat[deviceless]' (Linux)"
+    if not is_tpu_compiler_there():
+        missing["tpu_compile"] = "XLA:TPU is not installed: pip install 'jax[tpu]' (Linux)"
+    for item in items:
+        for mark, reason in missing.items():
+            if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
     sampled: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in sorted(items, key=lambda item: item.nodeid):  # plugins may have shuffled them

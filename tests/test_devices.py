@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.core.devices import DEVICES, GPU_NAMES, device_of_kind, get_device
+from remat.core.devices import DEVICES, GPU_NAMES, TPU_NAMES, device_of_kind, get_device
 from remat.core.errors import CompileError
 
 
@@ -18,9 +18,21 @@ def test_device_table() -> None:
     assert versions == {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
 
 
+def test_platforms() -> None:
+    assert TPU_NAMES == ("v5e", "v5p", "v6e")
+    platforms = {name: device.platform for name, device in DEVICES.items()}
+    expected = {"cpu": "cpu"} | dict.fromkeys(GPU_NAMES, "cuda") | dict.fromkeys(TPU_NAMES, "tpu")
+    assert platforms == expected
+    for name in TPU_NAMES:
+        tpu = DEVICES[name].tpu
+        assert tpu is not None and tpu.topology.startswith(f"{name}:1x1")
+
+
 def test_device_lookup_errors() -> None:
     with pytest.raises(CompileError, match=r"'h20'; expected one of cpu, .*did you mean 'h200'"):
         get_device("h20")
+    with pytest.raises(CompileError, match=r"'v4e'; .*v6e"):
+        get_device("v4e")
     with pytest.raises(CompileError, match="a100, h100"):
         _ = get_device("cpu").target_config
 
@@ -34,6 +46,12 @@ def test_device_lookup_errors() -> None:
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA GeForce RTX 4090", None),
         ("cpu", "cpu"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU v4", None),
+        ("TPU v7x", None),
     ],
 )
 def test_device_of_kind(kind: str, expected: str | None) -> None:

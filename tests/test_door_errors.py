@@ -148,7 +148,7 @@ def test_no_suggestion_is_better_than_a_misleading_one(word: str) -> None:
     assert "did you mean" not in text
 
 
-@pytest.mark.parametrize("device", ["tpu", "v5e", "gpu", 3, "", ["h200"]])
+@pytest.mark.parametrize("device", ["tpu", "v7x", "gpu", 3, "", ["h200"]])
 def test_devices_that_are_not_known(device: Any) -> None:
     with pytest.raises(remat.CompileError) as caught:
         remat.compile_report(jax.grad(loss), X, X, device=device)

@@ -2,8 +2,9 @@
 
 XLA's buffer assignment is not part of the program's text; its sizes alone are (`memory_analysis`). What is alive
 when follows from the schedule: an array is there from the instruction that makes it to the last that reads it,
-under whatever name. Left out is memory that two arrays share although both are alive in the text (an element-wise
-kernel that writes over its operand) and what alignment wastes, so the sum is near XLA's number, not equal to it.
+under whatever name. Left out is memory that two arrays share although both are alive in the text (a kernel that is
+element-wise, or on TPUs ends so, and writes over its operand) and what alignment wastes, so the sum is near XLA's
+number, not equal to it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def alive_at_peak(module: Module) -> AtPeak:
 class _Walk:
     def __init__(self, module: Module) -> None:
         self.module = module
+        self.elsewhere = (HOST_MEMORY_SPACE, module.on_chip_space)
         self._known: dict[str, AtPeak] = {}
 
     def peak(self, where: Computation, *, is_entry: bool = False) -> AtPeak:
@@ -191,7 +193,7 @@ class _Walk:
             return
         fused = self._fused(instruction)
         for index, shape in enumerate(instruction.shape.elements or (instruction.shape,)):
-            if shape.is_tuple or shape.memory_space == HOST_MEMORY_SPACE or not shape.bytes:
+            if shape.is_tuple or shape.memory_space in self.elsewhere or not shape.bytes:
                 continue
             last = instruction
             if fused is not None:

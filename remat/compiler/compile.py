@@ -1,8 +1,8 @@
 """What the compiler says about a program: memory, kernels, traffic, without running it.
 
-`compile_report` compiles for the attached device, or for a GPU that is not there. In the second
-case XLA's own GPU compiler runs on this machine's CPU: memory and the scheduled program are real,
-and only what would have been tuned by running kernels on the GPU is a guess.
+`compile_report` compiles for the attached device, or for a GPU or TPU that is not there. In the second
+case XLA's own compiler for it runs on this machine's CPU: memory and the scheduled program are real,
+and only what would have been tuned by running kernels on a GPU is a guess.
 `CompileReport.unknown` names whatever a number leaves out.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from remat import compat
-from remat.compiler.hlo import Module, parse_module
+from remat.compiler.hlo import Module, on_chip_space, parse_module
 from remat.compiler.kernels import Kernel, find_kernels
 from remat.compiler.report import CompileReport
 from remat.compiler.targets import (
@@ -29,6 +29,7 @@ from remat.compiler.targets import (
     is_array,
     lower_for,
 )
+from remat.compiler.toolchain import version_of
 from remat.core.devices import Device
 from remat.core.errors import CompileError
 from remat.trace.calls import as_tuple
@@ -68,6 +69,10 @@ _NO_TUNING = (
     "kernels tuned by running them on the GPU (matmul tilings, cuBLAS and cuDNN algorithms and "
     "their scratch space): defaults were taken, because the GPU is not attached"
 )
+_VMEM = (
+    "buffers on the chip (VMEM) are neither in temp_bytes nor in the traffic; "
+    "copies into it count as if nothing ran beside them"
+)
 _ROOFLINE = "roofline_seconds is an estimate: data-sheet peaks, perfect overlap inside each kernel"
 
 
@@ -101,8 +106,8 @@ def compile_report(
             is compiled by ``nnx.jit``, which keeps what it changes in them.
         *args: arrays, `jax.ShapeDtypeStruct`, pytrees of them, models with leaves that are no arrays, or static
             arguments.
-        device: None for the attached default device; ``"cpu"``; or a GPU that need not be there,
-            ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` (one device of it).
+        device: None for the attached default device; ``"cpu"``; or a GPU or TPU that need not be there,
+            ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"v5e"``, ``"v5p"``, ``"v6e"`` (one device of it).
         static_argnums: as for `jax.jit`.
         donate_argnums: as for `jax.jit`.
         compiler_options: for XLA, on top of ours.
@@ -151,8 +156,10 @@ class TracedStep:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """What the compiler's answer depends on, besides its version: program, device and options, as text."""
+        """What the compiler's answer depends on, besides jaxlib's version: program, device and options, as text."""
         options = sorted(f"{key}={value}" for key, value in self._options.items())
+        if self._target.platform == "tpu":
+            options.append(f"libtpu {version_of('libtpu')}")
         return self._target.name, str(self._target.is_attached), *options, self._lowered.as_text()
 
     def compile(self) -> tuple[CompileReport, jax.stages.Compiled]:
@@ -221,9 +228,9 @@ def _report(
     if memory is None or not text:
         raise CompileError(
             f"The compiler of {target.name!r} gives no memory analysis or no program text; "
-            "expected both. Try device='cpu' or one of the GPUs."
+            "expected both. Try device='cpu', or a GPU or TPU by name."
         )
-    module = parse_module(text)
+    module = parse_module(text, on_chip_space(target.name))
     kernels, notes = find_kernels(module)
     notes += argument_notes + _constant_notes(module)
     roofline = _roofline_seconds(kernels, target.device)
@@ -273,7 +280,9 @@ def _target_notes(
     if target.platform == "cpu" and compat.CPU_UNDOES_REMATERIALIZATION:
         is_kept = "cse_barrier_expander" in str(options.get("xla_disable_hlo_passes", ""))
         notes.append(_KEPT if is_kept else _NOT_KEPT)
-    if not target.is_attached:
+    if target.platform == "tpu":
+        notes.append(_VMEM)
+    elif not target.is_attached:
         notes.append(_NO_TUNING)
     notes.append(
         f"roofline_seconds: no data sheet for {target.name!r}" if roofline is None else _ROOFLINE

@@ -49,7 +49,8 @@ def heavy_work(module: Module, where: Computation, instruction: Instruction) -> 
         return HeavyWork(matmuls=1, flops=flops, dtype=shapes[0].dtype)
     if opcode == "convolution":
         flops = _convolution_flops(instruction, instruction.shape, shapes[1])
-        return HeavyWork(convolutions=1, flops=flops, dtype=shapes[0].dtype)
+        is_dot = _is_matmul(instruction)
+        return HeavyWork(int(is_dot), int(not is_dot), flops, shapes[0].dtype)
     if opcode == "custom-call":
         return _library_work(instruction, shapes)
     if opcode != "fusion":
@@ -60,6 +61,13 @@ def heavy_work(module: Module, where: Computation, instruction: Instruction) -> 
         for inner in fused.instructions:
             total += heavy_work(module, fused, inner)
     return total
+
+
+def _is_matmul(convolution: Instruction) -> bool:
+    """Whether it is what XLA:TPU makes of a matmul: it was one, or it slides over nothing."""
+    made_of = (convolution.op_name or "").rpartition("/")[2]
+    labels = convolution.attributes.get("dim_labels", "").partition("_")[0]
+    return made_of.startswith("dot_general") or (labels != "" and not re.search(r"\d", labels))
 
 
 def _library_work(call: Instruction, shapes: list[Shape]) -> HeavyWork:

@@ -21,10 +21,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from remat.core.devices import DEVICES
 from remat.core.errors import CompileError
 
 HOST_MEMORY_SPACE = 5
 """XLA's number for host memory in a layout: ``S(5)``."""
+
+_VMEM_SPACE = 1  # on the chip, of XLA's TPU compiler; on GPUs S(1) is device memory for collectives
 
 _WIDTH_BITS: Mapping[str, int] = {
     "pred": 8, "token": 0, "opaque": 0, "tf32": 32, "bf16": 16, "c64": 64, "c128": 128,
@@ -36,6 +39,17 @@ _ARRAY = re.compile(r"^([a-z]\w*)\[([^\]]*)\](\{.*\})?$")
 _OPCODE = re.compile(r"\s*([a-zA-Z][\w\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _OPEN, _CLOSE = "([{", ")]}"
+
+
+def on_chip_space(device_name: str) -> int | None:
+    """The memory space of buffers that lie on the chip, and in no device memory; None if there is none.
+
+    Args:
+        device_name: as in `remat.core.devices.DEVICES`, or jax's ``device_kind``.
+    """
+    known = DEVICES.get(device_name)
+    is_tpu = device_name.startswith("TPU ") or (known is not None and known.tpu is not None)
+    return _VMEM_SPACE if is_tpu else None
 
 
 def element_width_bits(dtype: str) -> int:
@@ -186,12 +200,14 @@ class Module:
         computations: by name.
         entry: name of the entry computation.
         is_scheduled: whether the order of instructions is the order of execution.
+        on_chip_space: the memory space whose buffers are no device memory; None if there is none.
     """
 
     name: str
     computations: Mapping[str, Computation] = dataclasses.field(repr=False)
     entry: str
     is_scheduled: bool
+    on_chip_space: int | None = None
 
     @property
     def entry_computation(self) -> Computation:
@@ -253,11 +269,12 @@ def parse_instruction(line: str) -> Instruction:
     )
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str, on_chip_space: int | None = None) -> Module:
     """Reads the text of ``compiled.as_text()``.
 
     Args:
         text: one HLO module, optimised or not.
+        on_chip_space: as `on_chip_space` says of the device.
 
     Returns:
         The module as plain data.
@@ -289,6 +306,7 @@ def parse_module(text: str) -> Module:
         computations,
         entry,
         is_scheduled="is_scheduled=true" in first,
+        on_chip_space=on_chip_space,
     )
 
 

@@ -7,7 +7,7 @@ around it, with these exceptions, without which stacked loop buffers would drown
 1. An operand that is only sliced, gathered or dynamic-sliced counts as the slices.
 2. A dynamic-update-slice or scatter into its own operand counts as the update, read and written.
 3. The scratch space of cuBLAS and cuDNN calls is not counted; what they move inside is unknown.
-4. Bytes in host memory (``S(5)``) are counted apart.
+4. Bytes in host memory (``S(5)``) are counted apart, and bytes on the chip (a TPU's VMEM) not at all.
 
 Caches are ignored: a value read by two kernels is read twice.
 """
@@ -26,7 +26,7 @@ _NOT_A_KERNEL = frozenset({
     "optimization-barrier", "partition-id", "replica-id", "domain", "add-dependency",
     "async-update", "get-dimension-size",
 })  # fmt: skip
-_NOT_A_CALL = frozenset({"AllocateBuffer", "Sharding", "LayoutConstraint"})
+_NOT_A_CALL = frozenset({"AllocateBuffer", "ConcatBitcast", "Sharding", "LayoutConstraint"})
 """Targets of custom calls that only name memory."""
 _COLLECTIVES = frozenset({
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -139,7 +139,8 @@ class _Walker:
         yield from max(ways, key=lambda way: sum(k.traffic_bytes for k in way), default=[])
 
     def kernel(self, where: Computation, instruction: Instruction, trips: int) -> Kernel:
-        accesses = list(_accesses(self.module, where, instruction))
+        on_chip = self.module.on_chip_space
+        accesses = [a for a in _accesses(self.module, where, instruction) if a.space != on_chip]
         work = heavy_work(self.module, where, instruction)
         host_bytes = sum(a.bytes for a in accesses if a.is_host)
         if instruction.opcode == "custom-call" and not work.is_library_matmul:
@@ -166,19 +167,23 @@ class _Walker:
 @dataclasses.dataclass(frozen=True)
 class _Access:
     bytes: int
-    is_host: bool
+    space: int
     is_write: bool
+
+    @property
+    def is_host(self) -> bool:
+        return self.space == HOST_MEMORY_SPACE
 
 
 def _reads(shape: Shape, elements: int | None = None) -> Iterator[_Access]:
     """Reading a value, or only so many elements of an array."""
     for leaf in shape.leaves():
-        yield _Access(_part_bytes(leaf, elements), leaf.memory_space == HOST_MEMORY_SPACE, False)
+        yield _Access(_part_bytes(leaf, elements), leaf.memory_space, False)
 
 
 def _writes(shape: Shape, elements: int | None = None) -> Iterator[_Access]:
     for leaf in shape.leaves():
-        yield _Access(_part_bytes(leaf, elements), leaf.memory_space == HOST_MEMORY_SPACE, True)
+        yield _Access(_part_bytes(leaf, elements), leaf.memory_space, True)
 
 
 def _part_bytes(leaf: Shape, elements: int | None) -> int:
@@ -195,8 +200,9 @@ def _accesses(module: Module, where: Computation, instruction: Instruction) -> I
         return
     first = operands[0] if operands else None
     if first is not None and opcode in _SLICES:
-        yield from _reads(first.shape, instruction.shape.size)
-        yield from _writes(instruction.shape)
+        part = _result_shape(instruction)
+        yield from _reads(first.shape, part.size)
+        yield from _writes(part)
         operands = operands[1:]
     elif first is not None and opcode in _UPDATES and not instruction.shape.is_tuple:
         update = where.by_name[instruction.operands[_UPDATES[opcode]]].shape.size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat.compiler.alive import AtPeak, alive_at_peak
-from remat.compiler.hlo import parse_module
+from remat.compiler.hlo import on_chip_space, parse_module
 from remat.compiler.kernels import Kernel
 
 _MIB = 2**20
@@ -86,7 +86,7 @@ class CompileReport:
 
         The sum is near `temp_bytes` and not equal to it; see `remat.compiler.alive`.
         """
-        return alive_at_peak(parse_module(self.hlo_text))
+        return alive_at_peak(parse_module(self.hlo_text, on_chip_space(self.device)))
 
     def peak_table(self, n: int = 20) -> str:
         """A printable table of the `n` largest arrays of `at_peak`; those that XLA adds come from nowhere."""

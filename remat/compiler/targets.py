@@ -1,6 +1,7 @@
-"""What programs are compiled for: the attached device, the CPU, or a GPU that is only described to XLA.
+"""What programs are compiled for: the attached device, the CPU, or a GPU or TPU that is only described to XLA.
 
-In the last case XLA's own GPU compiler runs on this machine's CPU; it is a plugin of jax, and needs CUDA's tools.
+In the last case XLA's own compiler for it runs on this machine's CPU. For GPUs it is a plugin of jax, and needs
+CUDA's tools; for TPUs it is libtpu (`remat.compiler.tpu`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax.experimental import topologies
 
 from remat import compat
 from remat.compiler.toolchain import Missing, Plugin, find_plugin, how_to_install, missing_tools
+from remat.compiler.tpu import described_tpu
 from remat.core.devices import Device, device_of_kind, get_device
 from remat.core.errors import CompileError
 
@@ -90,16 +92,18 @@ def find_target(name: str | None, data_dir: str | None) -> Target:
     Raises:
         CompileError: no such device, or XLA's compiler for it, or what that needs, is not there.
     """
-    if name is None or (get_device(name).gpu is None and jax.default_backend() == name.lower()):
+    if name is None or get_device(name).platform == jax.default_backend() == "cpu":
         attached = jax.devices()[0]
         known = device_of_kind(attached.device_kind)
         label = known.name if known else attached.device_kind
         return Target(label, attached.platform, True, known, None)
     device = get_device(name)
-    if device.gpu is None:
+    if device.platform == "cpu":
         sharding = jax.sharding.SingleDeviceSharding(jax.devices(device.name)[0])
         return Target(device.name, device.name, True, device, sharding)
-    return Target(device.name, "cuda", False, device, _absent_gpu(device, data_dir))
+    is_gpu = device.platform == "cuda"
+    sharding = _absent_gpu(device, data_dir) if is_gpu else described_tpu(device)
+    return Target(device.name, device.platform, False, device, sharding)
 
 
 def _absent_gpu(device: Device, data_dir: str | None) -> jax.sharding.SingleDeviceSharding:
@@ -241,7 +245,9 @@ def _register_cuda_plugin(module: str) -> None:
 
 def lower_for(traced: Any, target: Target) -> jax.stages.Lowered:
     """Lowers what was traced: as `jax.jit(f).trace` returns it, or anything with the same `lower`."""
-    return traced.lower() if target.is_attached else traced.lower(lowering_platforms=("cuda",))
+    if target.is_attached:
+        return traced.lower()
+    return traced.lower(lowering_platforms=(target.platform,))
 
 
 def compile_for(

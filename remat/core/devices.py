@@ -2,7 +2,8 @@
 
 Pure data, no jax. Numbers are the vendor's public data sheets, dense (no sparsity), boost clock;
 reaching 60 to 80 % of them is normal. `Device.target_config` is the text of XLA's
-``GpuTargetConfigProto``, with which its GPU compiler runs on a machine without a GPU.
+``GpuTargetConfigProto``, with which its GPU compiler runs on a machine without a GPU. XLA's TPU compiler knows
+the chips by name.
 """
 
 from __future__ import annotations
@@ -60,6 +61,19 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tpu:
+    """How XLA's TPU compiler is asked for one chip.
+
+    Attributes:
+        topology: what XLA calls a slice of one chip.
+        kinds: jax's ``device.device_kind`` of it, lower case.
+    """
+
+    topology: str
+    kinds: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Device:
     """Peak rates and sizes of one device.
 
@@ -71,7 +85,8 @@ class Device:
         memory_bytes_per_second: main memory bandwidth.
         memory_bytes: main memory size as XLA is told.
         is_nominal: the numbers stand for a class of machines, not for a data sheet.
-        gpu: what the GPU compiler needs; None where we cannot compile for a device that is absent.
+        gpu: what the GPU compiler needs, None for what is no GPU.
+        tpu: what the TPU compiler needs, None for what is no TPU.
     """
 
     name: str
@@ -82,6 +97,12 @@ class Device:
     memory_bytes: int
     is_nominal: bool = False
     gpu: Gpu | None = None
+    tpu: Tpu | None = None
+
+    @property
+    def platform(self) -> str:
+        """What jax lowers for: ``cuda``, ``tpu`` or ``cpu``."""
+        return "cuda" if self.gpu is not None else "tpu" if self.tpu is not None else "cpu"
 
     @property
     def target_config(self) -> str:
@@ -136,11 +157,31 @@ B200 = Device(
     gpu=Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 233472, 232448, 132_644_864),
 )  # fmt: skip
 
-DEVICES: Mapping[str, Device] = {device.name: device for device in (CPU, A100, H100, H200, B200)}
+# Google's pages of each chip: peak bf16, HBM bandwidth, HBM. By default jax multiplies f32 in one pass of bf16, at
+# the rate of bf16. There is no f64 in hardware; its rate is a nominal one.
+V5E = Device(
+    "v5e", 197e12, 197e12, 1e12, 0.819e12, 16 * 2**30,
+    tpu=Tpu("v5e:1x1", ("tpu v5 lite", "tpu v5e")),
+)  # fmt: skip
+V5P = Device(
+    "v5p", 459e12, 459e12, 2e12, 2.765e12, 95 * 2**30,
+    tpu=Tpu("v5p:1x1x1", ("tpu v5", "tpu v5p")),
+)  # fmt: skip
+V6E = Device(
+    "v6e", 918e12, 918e12, 4e12, 1.64e12, 32 * 2**30,
+    tpu=Tpu("v6e:1x1", ("tpu v6 lite", "tpu v6e")),
+)  # fmt: skip
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device for device in (CPU, A100, H100, H200, B200, V5E, V5P, V6E)
+}
 """Every device by the name users type."""
 
 GPU_NAMES: tuple[str, ...] = tuple(d.name for d in DEVICES.values() if d.gpu is not None)
 """Names of the GPUs that programs can be compiled for without having one."""
+
+TPU_NAMES: tuple[str, ...] = tuple(d.name for d in DEVICES.values() if d.tpu is not None)
+"""Names of the TPUs that programs can be compiled for without having one."""
 
 
 def get_device(name: str) -> Device:
@@ -164,6 +205,9 @@ def device_of_kind(kind: str) -> Device | None:
 
     Variants with other memory (PCIe and NVL cards, the 40 GB A100) are not in the table.
     """
+    for device in DEVICES.values():
+        if device.tpu is not None and kind.lower() in device.tpu.kinds:
+            return device
     words = kind.lower().replace("-", " ").split()
     if {"pcie", "nvl", "40gb", "mig"} & set(words):
         return None

@@ -15,6 +15,7 @@ from remat import compat
 from remat.compiler.compile import trace_step
 from remat.compiler.remembered import compiled_numbers
 from remat.compiler.toolchain import find_plugin
+from remat.compiler.tpu import is_tpu_compiler_there
 from remat.core.devices import get_device
 from remat.core.errors import CompileError, RematWarning
 from remat.core.interrupt import say
@@ -94,10 +95,12 @@ def _device(planner: PolicyPlanner) -> tuple[str | None, str]:
     if wanted != "auto":
         return wanted, ""
     name = planner.policy.device
-    if get_device(name).gpu is None:
+    platform = get_device(name).platform
+    if platform == "cpu":
         return None, f"no compiler for {name} is known"
-    if find_plugin() is None:
-        return None, f"XLA's compiler for {name} is not installed (remat[deviceless])"
+    if not (find_plugin() is not None if platform == "cuda" else is_tpu_compiler_there()):
+        extra = "remat[deviceless]" if platform == "cuda" else "jax[tpu]"
+        return None, f"XLA's compiler for {name} is not installed ({extra})"
     return name, ""
 
 

@@ -45,16 +45,17 @@ class Setting:
 UNCHANGED = Setting("as without rematerialization", PolicyPlanner(Unchanged()))
 
 T = TypeVar("T", bound=search.Trial)
+T_co = TypeVar("T_co", bound=search.Trial, covariant=True)
 
 
-class Bench(Protocol[T]):
+class Bench(Protocol[T_co]):
     """Plans and compiles at settings; nothing is planned or compiled twice."""
 
     def plan(self, setting: Setting) -> Plan:
         """Plans; compiles nothing."""
         ...
 
-    def trial(self, setting: Setting) -> T:
+    def trial(self, setting: Setting) -> T_co:
         """Compiles; plans that were compiled before are that trial again."""
         ...
 

@@ -25,7 +25,7 @@ from remat.compiler.toolchain import (
     version_numbers,
     version_of,
 )
-from remat.core.devices import DEVICES, GPU_NAMES
+from remat.core.devices import DEVICES, GPU_NAMES, TPU_NAMES
 from remat.core.errors import CompileError
 
 __all__ = ["LEAST", "OPTIONAL", "Check", "examine"]
@@ -106,7 +106,7 @@ def examine() -> list[Check]:
         lambda: _devices(probe),
         lambda: _cpu(probe),
         _gpu_compiler,
-        _tpu,
+        _tpu_compiler,
         *(
             lambda name=name: _package(name, probe)
             for name in LEAST
@@ -271,16 +271,14 @@ def _gpu_compiler() -> Check:
     return Check(name, "ok", f"CUDA {plugin.cuda} plugin {version}, ptxas, libdevice: for {gpus}")
 
 
-def _tpu() -> Check:
-    version = version_of("libtpu")
-    if version is None:
-        return Check(
-            "tpu compiler",
-            "optional",
-            "libtpu is not installed",
-            'on a TPU machine: pip install "jax[tpu]"',
-        )
-    return Check("tpu compiler", "ok", f"libtpu {version}")
+def _tpu_compiler() -> Check:
+    name, tpus = "tpu compiler", ", ".join(TPU_NAMES)
+    if (jax := version_of("jax")) is None:
+        return Check(name, "optional", "not known without jax")
+    if (version := version_of("libtpu")) is None:
+        found = f"libtpu is not installed; compiles for {tpus}, absent or not"
+        return Check(name, "optional", found, f'pip install "jax[tpu]=={jax}" (Linux, x86-64)')
+    return Check(name, "ok", f"libtpu {version}: for {tpus}")
 
 
 def _package(name: str, probe: _Probe) -> Check:

@@ -1,26 +1,33 @@
-"""Whether jax is kept to the CPU, so that it does not warn of a GPU that nobody said is there."""
+"""Whether jax is kept to the CPU, so that it does not warn of a GPU or TPU that nobody said is there."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import importlib.util
 import os
+from pathlib import Path
 
-__all__ = ["has_nvidia_device", "is_installed", "keep_to_cpu"]
+__all__ = ["has_nvidia_device", "has_tpu_device", "is_installed", "keep_to_cpu"]
 
-_DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")  # dxg: WSL
+_NVIDIA_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")  # dxg: WSL
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+_PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
+_GOOGLE = "0x1ae0"
 
 
 def keep_to_cpu() -> None:
-    """Keeps jax to the CPU where its CUDA plugin is installed but there is no NVIDIA GPU.
+    """Keeps jax to the CPU where its CUDA plugin or libtpu is installed but there is no such device.
 
-    jax would warn, on stderr and once per backend, that it found the plugin but no device. The plugin is
-    there on purpose: it is what `--device h200` compiles with. Importing `remat` may have imported jax, which
-    reads JAX_PLATFORMS while it is imported, so the variable alone (for child processes) is not enough.
-    A choice of the user's, a TPU, and any machine without the plugin are left alone.
+    jax would warn on stderr that it found them but no device. They are there on purpose: they are what
+    `--device h200` and `--device v5e` compile with. Importing `remat` may have imported jax, which reads
+    JAX_PLATFORMS while it is imported, so the variable alone (for child processes) is not enough. A choice of the
+    user's, a machine with either device, and any machine without the two are left alone.
     """
     has_plugin = any(is_installed(f"jax_plugins.xla_cuda{number}") for number in (13, 12))
-    has_device = has_nvidia_device() or is_installed("libtpu")
-    if not has_plugin or has_device or "JAX_PLATFORMS" in os.environ:
+    if not has_plugin and not is_installed("libtpu"):
+        return
+    if has_nvidia_device() or has_tpu_device() or "JAX_PLATFORMS" in os.environ:
         return
     import jax
 
@@ -31,7 +38,18 @@ def keep_to_cpu() -> None:
 
 def has_nvidia_device() -> bool:
     """Whether a driver made a device file."""
-    return any(map(os.path.exists, _DEVICE_FILES))
+    return any(map(os.path.exists, _NVIDIA_FILES))
+
+
+def has_tpu_device() -> bool:
+    """Whether there is a device file of a TPU, or anything of Google's on the PCI bus."""
+    if any(map(glob.glob, _TPU_FILES)):
+        return True
+    vendors = []
+    for path in glob.glob(_PCI_VENDORS):
+        with contextlib.suppress(OSError):
+            vendors.append(Path(path).read_text().strip())
+    return _GOOGLE in vendors
 
 
 def is_installed(module: str) -> bool:
