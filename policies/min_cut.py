@@ -26,23 +26,22 @@ Departures from the paper:
 6. `heavy="roofline"` prices a compute-bound operator at its flops times the device's bytes per flop instead of
    banning it. Attention scores are then recomputed, large matmuls are kept.
 
-`MinCut.paper()` is the paper's algorithm without 4 and 5. Section 3.7 (cuts between two fusion groups) is
-`between_groups`; XLA forms its own groups, so no lowering uses it.
+`MinCut.paper()` is the paper's algorithm without 4 and 5. Section 3.7 (cuts between two fusion groups) is left out:
+XLA forms its own groups, and `benchmarks.between_kernels` measures what such cuts could save of its kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from remat.core.devices import get_device
 from remat.core.errors import PolicyError, number_or_nan
-from remat.core.graph import Graph, Implementations, Phase
+from remat.core.graph import Graph, Implementations
 from remat.policies.base import Decision, Policy, check_implementations
 from remat.policies.buffers.saved_cut import MOST_WEIGHT, CutRules, saved_cut
 
-__all__ = ["LowMemory", "MinCut", "between_groups"]
+__all__ = ["LowMemory", "MinCut"]
 
 
 @dataclass(frozen=True)
@@ -115,47 +114,3 @@ class LowMemory(MinCut):
 def _one_of(name: str, given: str, choices: tuple[str, ...]) -> None:
     if given not in choices:
         raise PolicyError(f"MinCut({name}={given!r}): expected one of {list(choices)}")
-
-
-def between_groups(
-    graph: Graph, producer: Collection[int], consumer: Collection[int]
-) -> frozenset[int]:
-    """Returns what one fusion group should write for another (Yu & He, section 3.7).
-
-    The consuming kernel reads the returned values, recomputes the other values it needs of the producing
-    group, and least memory is moved between the two. A value of the producer that anything else reads is
-    written in any case (the section's change to V_m).
-
-    Args:
-        graph: any graph; its phases are not used.
-        producer: operator ids of group A, closed under dependence within the group.
-        consumer: operator ids of group B, disjoint from A.
-
-    Raises:
-        PolicyError: the groups overlap.
-    """
-    if set(producer) & set(consumer):
-        raise PolicyError(f"the groups share operators {sorted(set(producer) & set(consumer))}")
-    order = {op: index for index, op in enumerate(sorted({*producer, *consumer}))}
-    made = {v: order[op] for op in order for v in graph.ops[op].outputs}
-    phases: dict[int, Phase] = {op: "forward" if op in producer else "backward" for op in order}
-    ops = tuple(replace(graph.ops[op], id=i, phase=phases[op]) for op, i in order.items())
-    read = {op: [v for v in graph.ops[op].inputs if v not in made] for op in order}
-    inputs = dict.fromkeys(v for op in order if phases[op] == "forward" for v in read[op])
-    others = dict.fromkeys(v for op in order for v in read[op] if v not in inputs)
-    roots = {*graph.outputs, *graph.gradients}
-    elsewhere = tuple(
-        v
-        for v, index in made.items()
-        if ops[index].phase == "forward"
-        and (v in roots or any(user not in order for user in graph.users[v]))
-    )
-    pair = Graph(
-        values=tuple(replace(value, producer=made.get(value.id)) for value in graph.values),
-        ops=ops,
-        inputs=tuple(v for v in inputs if v not in graph.constants),
-        cotangents=tuple(v for v in others if v not in graph.constants),
-        outputs=elsewhere,
-        constants=graph.constants,
-    )
-    return MinCut.paper().decide(pair).saved

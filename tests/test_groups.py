@@ -1,50 +1,119 @@
-"""Section 3.7 of Yu & He: what one fusion group writes for the next."""
+"""Section 3.7 of Yu & He: what one of XLA's kernels writes for the next, on programs counted by hand."""
 
 from __future__ import annotations
 
 import pytest
-from random_graphs import GraphBuilder
 
-from remat.core.errors import PolicyError
-from remat.core.graph import Graph
-from remat.policies.min_cut import between_groups
+from benchmarks.between_kernels import Pair, main, pairs_of
+from remat.compiler.hlo import parse_module
 
-
-def chain_of_three(first: str = "cos") -> tuple[Graph, list[int]]:
-    """Group A: a(x), b(a), c(b); group B reads all three. `first` is the primitive of `b`."""
-    builder = GraphBuilder()
-    x = builder.input()
-    a = builder.op("sin", [x])
-    b = builder.op(first, [a])
-    c = builder.op("tanh", [b])
-    d = builder.op("add", [a, b])
-    y = builder.op("add", [d, c])
-    return builder.build(outputs=[y], gradients=[]), [x, a, b, c]
+ROW = 4 * 1024
 
 
-def test_a_cheap_group_is_recomputed_whole() -> None:
-    """Figure 4: three writes and three reads become one read of the input that is there anyway."""
-    graph, (x, *_) = chain_of_three()
-    assert between_groups(graph, {0, 1, 2}, {3, 4}) == {x}
+def pair_of(first: str, second: str, entry: str) -> Pair:
+    """The one pair of a program of two fusions, `%one` and `%two`."""
+    text = f"""\
+HloModule m, is_scheduled=true
+
+%one () -> f32[] {{
+{first}
+}}
+
+%two () -> f32[] {{
+{second}
+}}
+
+ENTRY %main () -> f32[] {{
+  %x = f32[1024]{{0}} parameter(0)
+{entry}
+}}
+"""
+    (pair,) = pairs_of(parse_module(text))
+    return pair
 
 
-def test_what_does_not_fuse_is_written() -> None:
-    graph, (_, _, b, _) = chain_of_three("dot")
-    kept = between_groups(graph, {0, 1, 2}, {3, 4})
-    assert b in kept and len(kept) == 2
+def chain(second_opcode: str) -> str:
+    """Three values of a chain, all of them results."""
+    return f"""
+  %p = f32[1024]{{0}} parameter(0)
+  %a = f32[1024]{{0}} sine(%p)
+  %b = f32[1024]{{0}} {second_opcode}(%a)
+  %c = f32[1024]{{0}} tanh(%b)
+  ROOT %t = (f32[1024]{{0}}, f32[1024]{{0}}, f32[1024]{{0}}) tuple(%a, %b, %c)
+"""
 
 
-def test_a_value_read_elsewhere_is_written_anyway_and_may_be_read() -> None:
-    builder = GraphBuilder()
-    inputs = [builder.input() for _ in range(3)]
-    total = builder.op("add", [builder.op("add", inputs[:2]), inputs[2]])
-    inside = builder.op("tanh", [total])
-    outside = builder.op("dot", [total])
-    graph = builder.build(outputs=[inside, outside], gradients=[])
-    assert between_groups(graph, {0, 1}, {2}) == {total}
+READ_ALL = """
+  %q = f32[1024]{0} parameter(0)
+  %r = f32[1024]{0} parameter(1)
+  %s = f32[1024]{0} parameter(2)
+  %d = f32[1024]{0} add(%q, %r)
+  ROOT %e = f32[1024]{0} add(%d, %s)
+"""
+MEMBERS = """
+  %made = (f32[1024]{0}, f32[1024]{0}, f32[1024]{0}) fusion(%x), kind=kLoop, calls=%one
+  %a0 = f32[1024]{0} get-tuple-element(%made), index=0
+  %b0 = f32[1024]{0} get-tuple-element(%made), index=1
+  %c0 = f32[1024]{0} get-tuple-element(%made), index=2
+"""
 
 
-def test_groups_must_be_disjoint() -> None:
-    graph, _ = chain_of_three()
-    with pytest.raises(PolicyError, match="share operators"):
-        between_groups(graph, {0, 1}, {1, 2})
+def test_a_cheap_kernel_is_computed_again_whole() -> None:
+    """Figure 4 of the paper: three writes and three reads become one read of the input that is there anyway."""
+    entry = MEMBERS + "  ROOT %y = f32[1024]{0} fusion(%a0, %b0, %c0), kind=kLoop, calls=%two"
+    assert pair_of(chain("cosine"), READ_ALL, entry) == Pair("made", "y", 6 * ROW, ROW)
+
+
+def test_what_is_not_element_wise_is_written() -> None:
+    """`a` is made again from `x`, `b` is written and read, and `c` made from it."""
+    entry = MEMBERS + "  ROOT %y = f32[1024]{0} fusion(%a0, %b0, %c0), kind=kLoop, calls=%two"
+    assert pair_of(chain("sort"), READ_ALL, entry) == Pair("made", "y", 6 * ROW, 3 * ROW)
+
+
+def test_what_others_read_is_written_anyway() -> None:
+    entry = (
+        MEMBERS
+        + """
+  %y = f32[1024]{0} fusion(%a0, %b0, %c0), kind=kLoop, calls=%two
+  ROOT %z = (f32[1024]{0}, f32[1024]{0}) tuple(%y, %b0)
+"""
+    )
+    assert pair_of(chain("sort"), READ_ALL, entry) == Pair("made", "y", 5 * ROW, 2 * ROW)
+
+
+def test_what_the_reader_reads_anyway_costs_nothing() -> None:
+    second = """
+  %q = f32[1024]{0} parameter(0)
+  %r = f32[1024]{0} parameter(1)
+  ROOT %e = f32[1024]{0} add(%q, %r)
+"""
+    first = "  %p = f32[1024]{0} parameter(0)\n  ROOT %a = f32[1024]{0} sine(%p)"
+    entry = """
+  %made = f32[1024]{0} fusion(%x), kind=kLoop, calls=%one
+  %seen = f32[1024]{0} bitcast(%made)
+  ROOT %y = f32[1024]{0} fusion(%seen, %x), kind=kLoop, calls=%two
+"""
+    assert pair_of(first, second, entry) == Pair("made", "y", 2 * ROW, 0)
+
+
+def test_what_is_updated_in_place_is_no_choice() -> None:
+    second = """
+  %q = f32[1024]{0} parameter(0)
+  %one_more = f32[1]{0} constant({1})
+  %at = s32[] constant(3)
+  ROOT %u = f32[1024]{0} dynamic-update-slice(%q, %one_more, %at)
+"""
+    first = "  %p = f32[1024]{0} parameter(0)\n  ROOT %a = f32[1024]{0} sine(%p)"
+    entry = """
+  %made = f32[1024]{0} fusion(%x), kind=kLoop, calls=%one
+  ROOT %y = f32[1024]{0} fusion(%made), kind=kLoop, calls=%two
+"""
+    with pytest.raises(ValueError, match="not enough values"):
+        pair_of(first, second, entry)
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["stencil", "--policies", "none", "full", "--device", "cpu", "--small"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["stencil", "none"], ["stencil", "full"]]
