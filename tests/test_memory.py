@@ -121,6 +121,21 @@ def test_a_reshape_has_no_buffer_of_its_own_and_keeps_that_of_its_operand_alive(
     assert predict(graph).peak_bytes == BIG_BYTES
 
 
+def test_the_two_gradients_of_an_array_times_itself_are_two_buffers() -> None:
+    """They read the same, have one type and come from one line: a Gram matrix, pairs of embeddings."""
+
+    def loss(x: jax.Array, target: jax.Array) -> jax.Array:
+        pairs = jnp.einsum("bid,bjd->bij", x, x)
+        return jnp.sum((pairs - target) ** 2)
+
+    x = jax.ShapeDtypeStruct((512, 4, 128), jnp.float32)
+    graph = remat.plan(loss, x, jax.ShapeDtypeStruct((512, 4, 4), jnp.float32)).graph
+    products = [op for op in graph.ops if op.heavy and op.phase == "backward"]
+    assert len(products) == 2 and products[0].inputs == products[1].inputs
+    found = buffers(graph)
+    assert [found[op.outputs[0]] for op in products] == [512 * 4 * 128 * 4] * 2
+
+
 # --- when it is alive --------------------------------------------------------------------------------
 
 

@@ -14,9 +14,12 @@ def signature(graph: Graph, op: Op) -> Hashable:
     """Equal for operators that compute the same of the same operands, as far as the graph tells.
 
     It does not tell parameters and literals. Operators from one line of the user's code with results of one
-    type are taken to have the same, unless they pick parts of an array, several of which one line may.
+    type are taken to have the same, unless they pick parts of an array, several of which one line may, or are
+    matmuls of the backward pass: the two gradients of the product of an array with itself read the same.
     """
     if len(op.outputs) != 1 or op.effectful or not (op.recomputable or op.decision):
+        return op.id
+    if op.heavy and op.phase == "backward":
         return op.id
     result = graph.values[op.outputs[0]]
     if op.name in DETERMINED and len(op.inputs) == 1:
