@@ -11,8 +11,8 @@ operators that feed it, and it reads the buffers those read. What becomes a buff
 * a fused value that several kernels read and that costs more reads to make than it has bytes (the sum of a
   residual connection): XLA writes it once instead of making it again in every reader;
 * a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance);
-* of the gradient of what is used often, which XLA adds in one kernel at the end, the sum at every tie that adds it up
-  as it comes (`remat.plans.stages.accumulations`): that kernel would need all of its terms at once.
+* of the gradient of what is used often the sum so far at every tie that adds it up as it comes
+  (`remat.plans.stages.accumulations`): XLA's one kernel at the end would need all of its terms at once.
 
 A buffer that a single element-wise kernel reads and overwrites is one node with that kernel, and so is one that
 goes through an `optimization_barrier`.
