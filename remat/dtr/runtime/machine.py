@@ -23,6 +23,7 @@ from remat.core.avals import aval_bytes
 from remat.core.errors import BudgetError, TraceError
 from remat.dtr.heuristics import Scoring, heuristic_named
 from remat.dtr.pool import Index, Pool, Scan
+from remat.dtr.runtime.groups import Group
 from remat.dtr.runtime.operators import (
     OPERATORS,
     Costs,
@@ -97,6 +98,10 @@ class Machine:
 
         key = compat.equation_structure(eqn)
         return self._run(eqn.primitive.name, key, lambda: function, operands)
+
+    def run_group(self, group: Group, operands: Sequence[Any]) -> list[Any]:
+        """Runs equations as one operator, on references and plain values."""
+        return self._run(group.name, group.structure, lambda: group.evaluate, operands)
 
     def read(self, reference: Reference) -> jax.Array:
         """Returns the array of a reference, made again if it is away."""
