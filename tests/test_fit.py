@@ -30,6 +30,7 @@ from remat.fitting.fit import Fitted, finish, fit, fit_options, trials_of
 from remat.fitting.job import Job, Options, Trial
 from remat.lower.attempt import Attempt, Menus, PricePlanner, choose_option
 from remat.plans.plan import Plan
+from remat.plans.words import human_bytes
 from remat.policies import Auto, Ilp
 from tests.test_pareto import Cuts
 
@@ -189,13 +190,13 @@ def test_too_little_memory_says_what_is_the_least(plain: CompileReport) -> None:
         fit(STEP, *ARGS, memory=memory, device="cpu", remat_policy=Cuts())
     message = str(caught.value)
     assert f"{memory:,} bytes" in message and "smallest that the compiler confirmed" in message
-    assert f"arguments {plain.argument_bytes:,}" in message
+    assert f"arguments {human_bytes(plain.argument_bytes)}" in message
     assert "dominate" in message
 
 
 def test_arguments_alone_are_too_large(plain: CompileReport) -> None:
     said: list[str] = []
-    with pytest.raises(BudgetError, match="arguments dominate"):
+    with pytest.raises(BudgetError, match="which alone do not fit, arguments dominate"):
         fit(
             STEP,
             *ARGS,

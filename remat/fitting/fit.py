@@ -365,11 +365,14 @@ def too_large(trials: Sequence[Trial], limit_bytes: int) -> BudgetError:
     }
     fixed = {name: size for name, size in parts.items() if name != "temporaries"}
     # Where these alone are too large, temporaries are not to blame, however large they are.
-    blamed = fixed if sum(fixed.values()) >= limit_bytes else parts
+    is_fixed = sum(fixed.values()) >= limit_bytes
+    blamed = fixed if is_fixed else parts
     dominant = max(blamed, key=lambda name: blamed[name])
+    where = "Of arguments and results, which alone do not fit," if is_fixed else "Here"
     return BudgetError(
-        f"the step does not fit into {limit_bytes:,} bytes on {report.device}. The smallest that the "
-        f"compiler confirmed is {best.total_bytes:,} bytes ({best.knob}; {len(trials)} compiled): "
-        + ", ".join(f"{name} {size:,}" for name, size in parts.items())
-        + f". Here {advice[dominant]}.{budget_hint(limit_bytes, 'memory')}"
+        f"the step does not fit into {limit_bytes:,} bytes ({human_bytes(limit_bytes)}) on {report.device}. "
+        f"The smallest that the compiler confirmed is {best.total_bytes:,} bytes "
+        f"({human_bytes(best.total_bytes)}; {best.knob}; {len(trials)} compiled): "
+        + ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
+        + f". {where} {advice[dominant]}.{budget_hint(limit_bytes, 'memory')}"
     )
