@@ -12,7 +12,7 @@ try:
     from flax import nnx
     from flax.nnx.transforms import general
 except ImportError as error:  # pragma: no cover - exercised by the packaging test
-    raise ImportError("remat.nnx needs Flax; install it with `pip install remat[flax]`") from error
+    raise ImportError("remat.nnx needs Flax; install it with `pip install flax`") from error
 
 import jax
 
