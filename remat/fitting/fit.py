@@ -151,7 +151,7 @@ def history_rows(history: Sequence[Trial], chosen: Trial | None) -> list[tuple[s
             human_bytes(trial.predicted_bytes),
             human_bytes(trial.total_bytes),
             human_bytes(trial.temp_bytes),
-            human_bytes(trial.report.hbm_traffic_bytes),
+            human_bytes(trial.report.hbm_traffic_bytes if trial.report.kernels else None),
             human_seconds(trial.recompute_seconds),
             human_seconds(trial.report.compile_seconds),
             "chosen" if trial is chosen else "fits" if trial.fits else "too large",
