@@ -194,6 +194,15 @@ def test_too_little_memory_says_what_is_the_least(plain: CompileReport) -> None:
     assert "dominate" in message
 
 
+def test_compiles_that_are_used_up_are_named(plain: CompileReport) -> None:
+    memory = plain.argument_bytes + plain.output_bytes + 1000
+    with pytest.raises(
+        BudgetError, match="More compiles may find a plan: max_compiles=4"
+    ) as caught:
+        fit(STEP, *ARGS, memory=memory, device="cpu", remat_policy=Cuts(), max_compiles=2)
+    assert "which alone do not fit" not in str(caught.value)
+
+
 def test_a_program_that_the_compiler_refuses_is_too_large(
     plain: CompileReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
