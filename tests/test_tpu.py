@@ -189,7 +189,8 @@ def test_every_tpu_compiles(device: str) -> None:
     )  # at most one operand, fetched into VMEM
     assert report.roofline_seconds is not None
     most_seconds = matmul_seconds + in_advance_seconds
-    assert matmul_seconds <= report.roofline_seconds <= pytest.approx(most_seconds)
+    rounding = 1e-6
+    assert matmul_seconds <= report.roofline_seconds <= most_seconds * (1 + rounding)
     assert any("VMEM" in note for note in report.unknown)
 
 
