@@ -17,9 +17,7 @@ try:
     from flax.core import lift
     from flax.linen import transforms
 except ImportError as error:  # pragma: no cover - exercised by the packaging test
-    raise ImportError(
-        "remat.linen needs Flax; install it with `pip install remat[flax]`"
-    ) from error
+    raise ImportError("remat.linen needs Flax; install it with `pip install flax`") from error
 
 from remat.checkpointing import UNSET, chosen_policy
 from remat.checkpointing import checkpoint as _checkpoint

@@ -12,7 +12,7 @@ try:
     from flax import nnx
     from flax.nnx.transforms import general
 except ImportError as error:  # pragma: no cover - exercised by the packaging test
-    raise ImportError("remat.nnx needs Flax; install it with `pip install remat[flax]`") from error
+    raise ImportError("remat.nnx needs Flax; install it with `pip install flax`") from error
 
 import jax
 
@@ -55,7 +55,7 @@ def remat(
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
-        TraceError: a bound method, or tree mode together with a policy of ours.
+        TraceError: a class, a bound method, or tree mode together with a policy of ours.
     """
     if f is None:
         return functools.partial(
@@ -161,6 +161,11 @@ def _parameters(arg: Any) -> list[tuple[Any, bool]]:
 
 
 def _check(f: Any, graph: bool | None, graph_updates: bool | None) -> None:
+    if inspect.isclass(f):
+        raise TraceError(
+            f"remat.nnx.remat was given the class {f.__qualname__!r}; expected a function or a method: decorate "
+            f"`__call__` with @remat.nnx.remat, or call remat.nnx.remat({f.__name__}.__call__)(module, ...)"
+        )
     if inspect.ismethod(f):
         raise TraceError(
             f"remat.nnx.remat was given the bound method {f.__qualname__!r}; pass the function and the "

@@ -54,6 +54,9 @@ def needs_an_argument(size):
 def not_differentiable():
     return (lambda x: x + 1), (jax.ShapeDtypeStruct((8,), jnp.int32),)
 
+def a_step():
+    return jax.value_and_grad(loss), (shape, shape)
+
 def broken_function():
     return (lambda x: jnp.ones(3) + jnp.ones(4) + x), (shape,)
 """
@@ -168,6 +171,9 @@ def test_plan_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     [
         ("mynet", ["not module:factory"]),
         ("mynet:", ["not module:factory"]),
+        ("mynet.py:case", ["names a file", "hint: From this folder it is mynet:case"]),
+        ("./nets/mynet.py:case", ["From this folder it is nets.mynet:case"]),
+        ("/nets/mynet.py:case", ["From its folder it is mynet:case"]),
         ("minet:case", ["no module 'minet'", "did you mean 'mynet'"]),
         ("models.casess:gpt_tiny", ["no module 'models.casess'", "did you mean 'models.cases'"]),
         ("mynet:caes", ["did you mean 'case'", "only_a_function"]),
@@ -363,6 +369,14 @@ def test_fit_errors(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_fit_of_a_step_that_is_taken_for_a_loss(
+    capsys: pytest.CaptureFixture[str], user_folder: Path
+) -> None:
+    said = failed(capsys, "fit", "mynet:a_step", "--memory", "1GiB", "--device", "cpu")
+    assert "does not return one scalar" in said and "hint: A whole step" in said
+    assert "--step" in said and "Tracer" not in said
+
+
 def test_fit_a_whole_step(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
     code = """
 import remat
@@ -431,7 +445,7 @@ def test_a_plan_that_was_interrupted_is_shown(
 def test_all_failed_exits_with_one(capsys: pytest.CaptureFixture[str], user_folder: Path) -> None:
     assert main(["compare", "mynet:not_differentiable", "--policies", "min_cut,full"]) == 1
     out, _ = capsys.readouterr()
-    assert out.count("failed: TraceError: none of the function's inputs") == 2
+    assert out.count("min_cut, full failed: TraceError: none of the function's inputs") == 1
 
 
 def test_subprocess(tmp_path: Path) -> None:

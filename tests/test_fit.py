@@ -22,14 +22,15 @@ import remat
 import remat.linen
 import remat.nnx
 from models import cases, gpt, mlp
-from remat.compiler.compile import compiler_options
+from remat.compiler.compile import TracedStep, compiler_options
 from remat.compiler.report import CompileReport
-from remat.core.errors import BudgetError, CompileError, PolicyError
+from remat.core.errors import BudgetError, CompileError, DeviceMemoryError, PolicyError
 from remat.fitting.batch import _largest
 from remat.fitting.fit import Fitted, finish, fit, fit_options, trials_of
 from remat.fitting.job import Job, Options, Trial
 from remat.lower.attempt import Attempt, Menus, PricePlanner, choose_option
 from remat.plans.plan import Plan
+from remat.plans.words import human_bytes
 from remat.policies import Auto, Ilp
 from tests.test_pareto import Cuts
 
@@ -189,13 +190,43 @@ def test_too_little_memory_says_what_is_the_least(plain: CompileReport) -> None:
         fit(STEP, *ARGS, memory=memory, device="cpu", remat_policy=Cuts())
     message = str(caught.value)
     assert f"{memory:,} bytes" in message and "smallest that the compiler confirmed" in message
-    assert f"arguments {plain.argument_bytes:,}" in message
+    assert f"arguments {human_bytes(plain.argument_bytes)}" in message
     assert "dominate" in message
+
+
+def test_compiles_that_are_used_up_are_named(plain: CompileReport) -> None:
+    memory = plain.argument_bytes + plain.output_bytes + 1000
+    with pytest.raises(
+        BudgetError, match="More compiles may find a plan: max_compiles=4"
+    ) as caught:
+        fit(STEP, *ARGS, memory=memory, device="cpu", remat_policy=Cuts(), max_compiles=2)
+    assert "which alone do not fit" not in str(caught.value)
+
+
+def test_a_program_that_the_compiler_refuses_is_too_large(
+    plain: CompileReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_it, limit = TracedStep.compile, budget(0.5, plain)
+
+    def like_a_tpu(step: TracedStep) -> Any:
+        report, compiled = compile_it(step)
+        if report.total_bytes > limit:
+            raise DeviceMemoryError("it needs 2GiB, and the device has 1GiB", report.temp_bytes)
+        return report, compiled
+
+    monkeypatch.setattr(TracedStep, "compile", like_a_tpu)
+    found = fit(STEP, *ARGS, memory=budget(1.5, plain), device="cpu", remat_policy=Cuts())
+    refused = [trial for trial in found.history if not trial.report.kernels]
+    assert found.total_bytes <= limit and found.report.kernels
+    assert not any(trial.fits for trial in refused)
+    with pytest.raises(BudgetError, match="does not fit"):
+        limit = 0
+        fit(STEP, *ARGS, memory=budget(1.5, plain), device="cpu", remat_policy=Cuts())
 
 
 def test_arguments_alone_are_too_large(plain: CompileReport) -> None:
     said: list[str] = []
-    with pytest.raises(BudgetError, match="arguments dominate"):
+    with pytest.raises(BudgetError, match="which alone do not fit, arguments dominate"):
         fit(
             STEP,
             *ARGS,

@@ -223,6 +223,8 @@ def test_nnx_keyword_arguments_and_errors() -> None:
     np.testing.assert_array_equal(
         run(NnxBlock(nnx.Rngs(0)), x=x), (lambda b: b(x))(NnxBlock(nnx.Rngs(0)))
     )
+    with pytest.raises(remat.TraceError, match=r"the class 'NnxBlock'.*NnxBlock.__call__"):
+        remat.nnx.remat(NnxBlock)
     with pytest.raises(remat.TraceError, match="bound method"):
         remat.nnx.remat(block.__call__)
     with pytest.raises(remat.TraceError, match="graph mode"):

@@ -354,7 +354,7 @@ def test_themes_change_colours_and_nothing_else(tmp_path: Path) -> None:
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlotError, match=r"pip install 'remat\[plot\]'"):
+    with pytest.raises(PlotError, match=r"pip install matplotlib"):
         check_path("picture.png")
 
 

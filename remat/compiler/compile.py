@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -31,7 +32,7 @@ from remat.compiler.targets import (
 )
 from remat.compiler.toolchain import version_of
 from remat.core.devices import Device
-from remat.core.errors import CompileError
+from remat.core.errors import CompileError, DeviceMemoryError
 from remat.trace.calls import as_tuple
 from remat.trace.jitted import jitted
 
@@ -172,6 +173,38 @@ class TracedStep:
         compiled = compile_for(self._lowered, self._target, self._options)
         seconds = self.seconds + time.perf_counter() - start
         return _report(compiled, self._target, self._options, seconds, self._notes), compiled
+
+    def refused(self, error: DeviceMemoryError) -> CompileReport:
+        """Returns what is known of a program that the compiler refused to make: its memory, and no kernels."""
+        given = jax.tree.leaves(self._lowered.args_info)
+        results = sum(map(_nbytes, jax.tree.leaves(self._lowered.out_info)))
+        donated = sum(_nbytes(info) for info in given if info.donated)
+        return CompileReport(
+            device=self._target.name,
+            is_attached=self._target.is_attached,
+            jax_version=jax.__version__,
+            temp_bytes=error.temp_bytes,
+            argument_bytes=sum(map(_nbytes, given)),
+            output_bytes=results,
+            alias_bytes=min(donated, results),
+            host_temp_bytes=0,
+            kernel_count=0,
+            kernels_executed=0,
+            hbm_traffic_bytes=0,
+            host_traffic_bytes=0,
+            matmuls_executed=0,
+            convolutions_executed=0,
+            roofline_seconds=None,
+            compile_seconds=self.seconds,
+            compiler_options=dict(self._options),
+            unknown=(f"all but the memory: {error}",),
+            kernels=(),
+            hlo_text="",
+        )
+
+
+def _nbytes(info: Any) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
 
 
 def trace_step(

@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from remat import compat
 from remat.compiler.toolchain import Missing, Plugin, find_plugin, how_to_install, missing_tools
 from remat.compiler.tpu import described_tpu
 from remat.core.devices import Device, device_of_kind, get_device
-from remat.core.errors import CompileError
+from remat.core.errors import CompileError, DeviceMemoryError
 
 __all__ = [
     "DATA_DIR_OPTION",
@@ -250,17 +251,31 @@ def lower_for(traced: Any, target: Target) -> jax.stages.Lowered:
     return traced.lower(lowering_platforms=(target.platform,))
 
 
+# What XLA:TPU says; sizes are in GiB, with two digits.
+_TOO_LARGE = re.compile(
+    r"RESOURCE_EXHAUSTED: .* HLO temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)"
+)
+
+
 def compile_for(
     lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any]
 ) -> jax.stages.Compiled:
     """Compiles what was lowered for a target, with options for XLA.
 
     Raises:
+        DeviceMemoryError: XLA:TPU makes no program of what is larger than the chip's memory.
         CompileError: the compiler fails.
     """
     try:
         return lowered.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
+        if needed := _TOO_LARGE.search(str(error)):
+            raise DeviceMemoryError(
+                f"the program needs {needed[1]} GiB of temporaries, and {target.name} has {needed[2]} GiB. XLA "
+                "makes no program of what is too large for a TPU; keep less (another policy, a budget), or have "
+                "remat.fit find out how",
+                round(float(needed[1]) * 2**30),
+            ) from error
         raise CompileError(
             f"XLA could not compile for {target.name!r} with compiler_options={dict(options)}: "
             f"{error}"

@@ -73,6 +73,18 @@ class CompileError(RematError, RuntimeError):
     """The compiler could not be asked: an unknown device or a missing plugin."""
 
 
+class DeviceMemoryError(CompileError):
+    """The compiler gave up: the program needs more memory than its device has.
+
+    Attributes:
+        temp_bytes: of the temporaries of the program, as the compiler says.
+    """
+
+    def __init__(self, message: str, temp_bytes: int) -> None:
+        super().__init__(message)
+        self.temp_bytes = temp_bytes
+
+
 _SHORTEST_BEGINNING = 4
 _LEAST_LIKENESS = 0.7  # by look: `tpu` is no misspelt `cpu` (0.67), `caes` is `case` (0.75)
 _MOST_LETTERS = 120

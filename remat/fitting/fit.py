@@ -151,7 +151,7 @@ def history_rows(history: Sequence[Trial], chosen: Trial | None) -> list[tuple[s
             human_bytes(trial.predicted_bytes),
             human_bytes(trial.total_bytes),
             human_bytes(trial.temp_bytes),
-            human_bytes(trial.report.hbm_traffic_bytes),
+            human_bytes(trial.report.hbm_traffic_bytes if trial.report.kernels else None),
             human_seconds(trial.recompute_seconds),
             human_seconds(trial.report.compile_seconds),
             "chosen" if trial is chosen else "fits" if trial.fits else "too large",
@@ -308,7 +308,8 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
         ended_early = session.interrupted
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
-        raise too_large(trials, limit)
+        used_up = len(job.trials) >= job.options.max_compiles
+        raise too_large(trials, limit, job.options.max_compiles if used_up else None)
     best = fastest(fitting)
     return Fitted(
         memory_bytes=limit,
@@ -347,7 +348,8 @@ def trials_of(
     return [*known, first] if plain is None else [*known, first, plain]
 
 
-def too_large(trials: Sequence[Trial], limit_bytes: int) -> BudgetError:
+def too_large(trials: Sequence[Trial], limit_bytes: int, used_up: int | None = None) -> BudgetError:
+    """Returns the error of trials of which none fits; `used_up` is `max_compiles`, if all were made."""
     best = min(trials, key=lambda t: t.total_bytes)
     report = best.report
     parts = {
@@ -365,11 +367,17 @@ def too_large(trials: Sequence[Trial], limit_bytes: int) -> BudgetError:
     }
     fixed = {name: size for name, size in parts.items() if name != "temporaries"}
     # Where these alone are too large, temporaries are not to blame, however large they are.
-    blamed = fixed if sum(fixed.values()) >= limit_bytes else parts
+    is_fixed = sum(fixed.values()) >= limit_bytes
+    blamed = fixed if is_fixed else parts
     dominant = max(blamed, key=lambda name: blamed[name])
+    more = ""
+    if used_up is not None and not is_fixed:
+        more = f" More compiles may find a plan: max_compiles={2 * used_up}."
+    where = "Of arguments and results, which alone do not fit," if is_fixed else "Here"
     return BudgetError(
-        f"the step does not fit into {limit_bytes:,} bytes on {report.device}. The smallest that the "
-        f"compiler confirmed is {best.total_bytes:,} bytes ({best.knob}; {len(trials)} compiled): "
-        + ", ".join(f"{name} {size:,}" for name, size in parts.items())
-        + f". Here {advice[dominant]}.{budget_hint(limit_bytes, 'memory')}"
+        f"the step does not fit into {limit_bytes:,} bytes ({human_bytes(limit_bytes)}) on {report.device}. "
+        f"The smallest that the compiler confirmed is {best.total_bytes:,} bytes "
+        f"({human_bytes(best.total_bytes)}; {best.knob}; {len(trials)} compiled): "
+        + ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
+        + f". {where} {advice[dominant]}.{more}{budget_hint(limit_bytes, 'memory')}"
     )

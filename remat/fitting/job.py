@@ -10,6 +10,7 @@ import jax
 
 from remat.compiler.compile import CompileReport, TracedStep, trace_step
 from remat.compiler.targets import target_device
+from remat.core.errors import DeviceMemoryError
 from remat.core.interrupt import BestSoFar, Progress
 from remat.lower.attempt import Attempt, Menus, Use
 from remat.planning.confirm import Setting
@@ -125,7 +126,7 @@ class Job:
     def _compile(self, setting: Setting, predicted_bytes: int) -> Trial:
         self.options.progress(f"{setting.label}: compiling, number {len(self.trials) + 1}")
         with self._attempts[setting.planner].active():  # lowering may trace, too
-            report, compiled = self._traced[setting.planner].compile()
+            report, compiled, is_made = self._asked(self._traced[setting.planner])
         uses = self._uses[setting.planner]
         trial = Trial(
             knob=setting.label,
@@ -133,7 +134,7 @@ class Job:
             total_bytes=report.total_bytes,
             temp_bytes=report.temp_bytes,
             recompute_seconds=sum(use.calls * use.plan.recompute_seconds for use in uses),
-            fits=report.total_bytes <= self.options.limit_bytes,
+            fits=is_made and report.total_bytes <= self.options.limit_bytes,
             plans=tuple(use.plan for use in uses),
             report=report,
         )
@@ -143,6 +144,13 @@ class Job:
             size, limit = human_bytes(trial.total_bytes), human_bytes(self.options.limit_bytes)
             self.options.progress(BestSoFar(f"{setting.label}: {size} of {limit} compiled"))
         return trial
+
+    def _asked(self, step: TracedStep) -> tuple[CompileReport, jax.stages.Compiled | None, bool]:
+        """The compiler's answer, and whether there is a program: what is larger than a TPU is refused."""
+        try:
+            return *step.compile(), True
+        except DeviceMemoryError as error:
+            return step.refused(error), None, False
 
     def _trace(self, setting: Setting) -> None:
         options = self.options

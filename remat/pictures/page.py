@@ -174,7 +174,7 @@ def _style() -> str:
         ".remat th,.remat td{text-align:left;vertical-align:top;padding:4px 12px 4px 0;"
         "border-bottom:1px solid var(--remat-grid);background:none;color:inherit}"
         ".remat th{color:var(--remat-muted);font-weight:500}"
-        ".remat td:last-child{overflow-wrap:anywhere}"
+        ".remat td:last-child{overflow-wrap:anywhere;min-width:220px}"
         ".remat .n{text-align:right;white-space:nowrap;overflow-wrap:normal}"
         ".remat .why{min-width:180px}"
         ".remat .muted,.remat summary{color:var(--remat-muted)}"

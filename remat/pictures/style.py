@@ -144,7 +144,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise PlotError("pictures need matplotlib: pip install 'remat[plot]'") from error
+        raise PlotError("pictures need matplotlib: pip install matplotlib") from error
 
 
 def _check_theme(theme: str) -> None:

@@ -106,15 +106,19 @@ def _show(options: argparse.Namespace, rows: Sequence[Any], device: str, screen:
         options.target, f"one training step compiled for {device} by jax {jax.__version__}"
     )
     screen.line()
-    screen.table(_COLUMNS, _cells(rows))
+    shown = screen.table(_COLUMNS, _cells(rows))
+    failed: dict[str, list[str]] = {}
     for row in rows:
         if row.error:
-            text = " ".join(row.error.split())
-            screen.paragraph(text, first=(f"  {row.policy} failed: ", "bold red"))
+            failed.setdefault(" ".join(row.error.split()), []).append(row.policy)
+    for text, policies in failed.items():
+        screen.paragraph(text, first=(f"  {', '.join(policies)} failed: ", "bold red"))
     screen.line()
+    planned = [title for title in ("kept", "repeated") if title in shown]
+    note = f" {', '.join(planned)}: as planned." if planned else ""
     screen.paragraph(
-        "temp, traffic, matmuls: of the compiled program, per step. kept, repeated: as planned. Each policy is "
-        "applied to the whole function; jax's own are often applied per block.",
+        f"temp, traffic, matmuls: of the compiled program, per step.{note} Each policy is applied to the whole "
+        "function; jax's own are often applied per block.",
         style="dim",
     )
     if device == "cpu":

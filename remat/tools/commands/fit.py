@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from remat.plans.words import human_bytes, human_seconds
@@ -69,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     step = function
     if not options.step:
         step = jax.value_and_grad(api.checkpoint(function), options.argnums)
-    with Progress(verbose=options.verbose) as progress:
+    with Progress(verbose=options.verbose) as progress, _explained(options):
         fitted = fit(
             step,
             *args,
@@ -96,6 +98,20 @@ def _run(options: argparse.Namespace) -> int:
     if fitted.interrupted:
         return interrupted("of what was compiled by then, this is the fastest that fits")
     return 0
+
+
+@contextmanager
+def _explained(options: argparse.Namespace) -> Iterator[None]:
+    """Says what jax says at length of a step that is taken for a loss: a missing --step."""
+    try:
+        yield
+    except TypeError as error:
+        if options.step or "scalar-output" not in str(error):
+            raise
+        raise UsageError(
+            f"the function of {options.target} does not return one scalar, as a loss does. A whole step, which "
+            "differentiates by itself, needs --step"
+        ) from error
 
 
 def _show(target: str, fitted: Fitted, screen: Screen) -> None:

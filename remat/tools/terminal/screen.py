@@ -89,8 +89,8 @@ class Screen:
         for rest in lines[1:]:
             self.line((rest, style))
 
-    def table(self, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
-        """Writes rows under the titles of their columns; empty columns are left out."""
+    def table(self, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> list[str]:
+        """Writes rows under the titles of their columns and returns these; empty columns are left out."""
         everything = [list(row) for row in rows]
         shown = [i for i in range(len(columns)) if any(_plain(row[i]) for row in everything)]
         if self.width is not None:
@@ -106,6 +106,7 @@ class Screen:
             line = _text(cells)
             line.rstrip()
             self.console.print(line)
+        return [columns[i].title for i in shown]
 
 
 def _fitted(

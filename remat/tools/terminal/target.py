@@ -7,6 +7,7 @@ import inspect
 import os
 import pkgutil
 from collections.abc import Callable
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,13 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         TargetError: it cannot be found or imported, or makes something else.
     """
     module_name, colon, name = target.partition(":")
+    if colon and (module_name.endswith(".py") or "/" in module_name):
+        path = PurePath(module_name.removesuffix(".py"))
+        where, parts = ("its", [path.name]) if path.is_absolute() else ("this", path.parts)
+        raise TargetError(
+            f"TARGET {target!r} names a file, not a module. From {where} folder it is "
+            f"{'.'.join(parts)}:{name}"
+        )
     if not (module_name and colon and name.isidentifier()):
         raise TargetError(
             f"TARGET {target!r} is not module:factory, for instance models.cases:gpt_tiny; the "
