@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -257,8 +258,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if options.json is not None:
             data = {
+                "kind": "compiled, device absent",
                 "device": options.device,
                 "jax": jax.__version__,
+                "remat": remat.__version__,
+                "date": time.strftime("%Y-%m-%d"),
                 "rows": [asdict(r) for r in rows],
             }
             options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

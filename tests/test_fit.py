@@ -126,6 +126,23 @@ def test_the_plain_step_is_compiled_only_where_it_may_fit() -> None:
     assert len(trials_of(short, options(FIXED + 1000, 2), lambda: 2)) == 1
 
 
+@pytest.mark.parametrize(("device", "tried"), [("v5e", True), ("TPU v4", True), ("h200", False)])
+def test_where_nothing_fits_a_tpu_the_plain_step_is_tried(device: str, tried: bool) -> None:
+    """XLA:TPU may have computed values again by itself."""
+
+    class Knob(FakeKnob):
+        report = FakeReport(device=device)
+
+        def plain(self, limit_bytes: int) -> Trial | None:
+            assert limit_bytes > 10**15  # whatever is predicted
+            return replace(self.trial(self.predictions[-1] + 1), fits=True)
+
+    knob = Knob([100, 200], 1.0, 0, FIXED + 50)
+    trials = trials_of(knob, options(FIXED + 50, 4), lambda: len(knob.made))
+    assert (201 in [t.predicted_bytes for t in trials]) == tried
+    assert len(knob.made) <= 4
+
+
 @pytest.mark.slow
 def test_what_fits_is_what_the_compiler_says(tight: Fitted, plain: CompileReport) -> None:
     assert tight.total_bytes <= tight.memory_bytes < plain.total_bytes
@@ -531,6 +548,7 @@ class FakeReport:
     """What `finish` reads of a report."""
 
     roofline_seconds: float | None = None
+    device: str = "cpu"
 
 
 class FakeKnob:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from remat.core.devices import DEVICES
+from remat.core.devices import is_tpu
 from remat.core.errors import CompileError
 
 HOST_MEMORY_SPACE = 5
@@ -47,9 +47,7 @@ def on_chip_space(device_name: str) -> int | None:
     Args:
         device_name: as in `remat.core.devices.DEVICES`, or jax's ``device_kind``.
     """
-    known = DEVICES.get(device_name)
-    is_tpu = device_name.startswith("TPU ") or (known is not None and known.tpu is not None)
-    return _VMEM_SPACE if is_tpu else None
+    return _VMEM_SPACE if is_tpu(device_name) else None
 
 
 def element_width_bits(dtype: str) -> int:

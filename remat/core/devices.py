@@ -200,6 +200,12 @@ def get_device(name: str) -> Device:
     )
 
 
+def is_tpu(name: str) -> bool:
+    """Whether a name is that of a TPU: one of `DEVICES`, or jax's ``device_kind``."""
+    known = DEVICES.get(name)
+    return known.tpu is not None if known is not None else name.startswith("TPU ")
+
+
 def device_of_kind(kind: str) -> Device | None:
     """The table row for jax's ``device.device_kind``, e.g. ``"NVIDIA H100 80GB HBM3"``, if any.
 

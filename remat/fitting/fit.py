@@ -8,6 +8,7 @@ the prediction between two compiles, and the next one is placed there (`remat.pl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 
 from remat.compiler.compile import CompileReport
-from remat.core.devices import get_device
+from remat.core.devices import get_device, is_tpu
 from remat.core.errors import BudgetError, CompileError, number_or_nan, shown
 from remat.core.interrupt import Progress, or_log, planning
 from remat.fitting.job import Job, Options, Trial
@@ -328,6 +329,9 @@ def trials_of(
 ) -> list[Trial]:
     """Returns the cheapest plans if they fit, with the plain step if that may, too; else what the search finds.
 
+    Where nothing fits a TPU, the plain step is among the trials: of what would be larger than the chip, XLA:TPU
+    computes values again by itself, which no prediction knows.
+
     Args:
         knob: that fits the step.
         options: the memory, and how many compiles there may be.
@@ -341,7 +345,12 @@ def trials_of(
 
     first = knob.cheapest()
     if not first.fits:
-        return search(knob, first, limit, left=left, known=known, tolerance=_TOLERANCE)
+        spare = int(is_tpu(first.report.device) and left() > 1)
+        found = search(
+            knob, first, limit, left=lambda: left() - spare, known=known, tolerance=_TOLERANCE
+        )
+        plain = None if any(t.fits for t in found) or not spare else knob.plain(sys.maxsize)
+        return found if plain is None else [*found, plain]
     timed = first.roofline_seconds is not None  # else nothing says which is faster
     room = limit - (first.total_bytes - first.temp_bytes)
     plain = knob.plain(round((1 + _NEARLY) * room)) if timed and left() > 0 else None
