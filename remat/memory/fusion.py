@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from remat.core.buffers import KernelSizes, is_written, splits_code
 from remat.memory.execution import Execution, Node
-from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SMALL_SHARE
+from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SCATTERS, SMALL_SHARE
 
 __all__ = ["Fusion"]
 
@@ -113,7 +113,7 @@ class Fusion:
             readers = self.users[outs[0]] if len(outs) == 1 else self._readers(outs)
             kernels = self._union(self.kernels, readers)
             written = (
-                is_written(not node.fusible or node.reduces, [nodes[user] for user in readers])
+                is_written(not node.fusible or node.reduces, self._apart_from(outs, readers))
                 or not results.isdisjoint(outs)
                 or (len(kernels) > 1 and self._written_once(node, kernels))
             )
@@ -130,6 +130,18 @@ class Fusion:
                 read = self.read_by.setdefault(kernel, set())
                 for index in node.ins:
                     read |= self.leaves[index]
+
+    def _apart_from(self, outs: Sequence[int], readers: Sequence[int]) -> list[Node]:
+        """The readers that do not make a node's results in their own kernel.
+
+        A scatter makes its updates and indices itself (`IsInputFusibleScatter`); what it writes over is in memory.
+        """
+        nodes = self.execution.nodes
+        return [
+            node
+            for node in map(nodes.__getitem__, readers)
+            if node.op is None or node.op.name not in SCATTERS or node.ins[0] in outs
+        ]
 
     @staticmethod
     def _splits(node: Node) -> bool:

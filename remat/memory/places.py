@@ -2,8 +2,8 @@
 
 It follows XLA's `buffer_assignment`. Element-wise kernels and scatters write into an operand that dies there and
 has the same size, if that is the only result of another kernel and no barrier is between them; transpositions do
-not, nor does what a scatter then writes over. Temporaries are put into results that are not there yet, largest
-first, into the smallest that fits.
+not, nor do normalizations of rows, nor does what a scatter then writes over. Temporaries are put into results that
+are not there yet, largest first, into the smallest that fits.
 """
 
 from __future__ import annotations
@@ -248,6 +248,25 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
         node = nodes[producer]
         return len(node.outs) == 1 and node.name not in SEVERAL_RESULTS
 
+    reductions = _row_reductions(execution, order)
+
+    def normalizes(kernel: Kernel, found: Range) -> bool:
+        """Whether it is a softmax, or a norm: rows, their largest or mean, and what is summed of both.
+
+        XLA makes one Triton kernel of all that (`softmax_rewriter_triton`), which reads a row before it writes it.
+        """
+        of_rows = set(kernel.reads & reductions.keys())
+        new = of_rows
+        while new := {r for last in new for r in reductions[last] & reductions.keys()} - of_rows:
+            of_rows |= new
+        elements = instances[found.index].elements
+        return any(
+            instances[root].elements == elements
+            for last in of_rows
+            for first in reductions[last] & of_rows
+            for root in reductions[first] & reductions[last] & kernel.reads
+        )
+
     places = {found.index: found for found in ranges if serves(found)}
     dying: dict[tuple[int, int], int] = {}
     for found in places.values():
@@ -259,6 +278,8 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
         node = nodes[producer] if producer >= 0 else None
         if node is None or node.name == "transpose" or found.index in execution.copied:
             continue  # a loop stacks into an array of its own
+        if normalizes(order[found.start], found):
+            continue
         if node.name not in IN_PLACE and (not node.fusible or node.reduces or found.index in kept):
             continue
         key = (found.start, found.nbytes)
@@ -270,3 +291,16 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
             overwriting.add(key)
             twice.append(found)
     return twice
+
+
+def _row_reductions(execution: Execution, order: list[Kernel]) -> dict[int, set[int]]:
+    """What is reduced over the last dimension, with the buffers that the reducing kernel reads."""
+    values, instances = execution.graph.values, execution.instances
+    found: dict[int, set[int]] = {}
+    for kernel in order:
+        node = execution.nodes[kernel.node]
+        if node.reduces and len(node.ins) == 1 and len(kernel.writes) == 1:
+            source, result = (values[instances[i].value].shape for i in (*node.ins, *node.outs))
+            if source[:-1] == result:
+                found[kernel.writes[0]] = kernel.reads
+    return found
