@@ -18,7 +18,7 @@ from random_graphs import chain, laws
 import remat
 from remat import Confirm
 from remat.compiler.compile import TracedStep
-from remat.core.errors import BudgetError, CompileError
+from remat.core.errors import BudgetError, CompileError, DeviceMemoryError
 from remat.planning.confirm import confirmed
 from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
@@ -331,6 +331,32 @@ def test_whatever_the_compiler_makes_of_it_the_budget_holds(
     assert plan == replace(plan, confirmed=None)
     if plain <= budget:
         assert plan.confirmed.roofline_seconds == pytest.approx(1.0, rel=1e-3)
+
+
+@given(share=st.floats(0.2, 1.2), chip=st.floats(0.1, 1.2))
+@laws()
+def test_a_program_that_a_chip_has_no_memory_for_is_known_by_its_size(
+    share: float, chip: float
+) -> None:
+    """XLA:TPU refuses it, and says how large it is: what a fraction is of is known all the same."""
+    make, toy = _bench(1.1, 100)
+    plain = toy(make(PolicyPlanner(remat.policies.Unchanged()))).temp_bytes
+    most = int(chip * plain)
+
+    def compiled(made: _Made, limit_bytes: int | None = None) -> Confirmed:
+        del limit_bytes
+        found = toy(made)
+        if found.temp_bytes > most:
+            raise DeviceMemoryError("too large for a TPU", found.temp_bytes)
+        return found
+
+    try:
+        made, plan = confirmed(PolicyPlanner(QUICK, share, confirm=Confirm(8)), 8, make, compiled)
+    except BudgetError as error:
+        assert (error.smallest_peak_bytes or 0) > min(int(share * plain), most)
+        return
+    assert plan.confirmed is not None and plan.budget_bytes == int(share * plain)
+    assert toy(made).temp_bytes <= min(int(share * plain), most)
 
 
 @given(share=st.floats(0.2, 1.2), failing=st.sets(st.integers(0, 9)), is_fraction=st.booleans())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from remat.core.errors import BudgetError, CompileError
+from remat.core.errors import BudgetError, CompileError, DeviceMemoryError
 from remat.core.interrupt import interrupted, raise_interrupt, say, say_best
 from remat.planning import search
 from remat.planning.planners import PolicyPlanner
@@ -161,11 +161,15 @@ M = TypeVar("M", bound=Made)
 
 @dataclass(frozen=True)
 class _Trial(Generic[M]):
-    """What the compiler made of a plan; `found` is None if it could not compile it, so that it fits nothing."""
+    """What the compiler made of a plan; `found` is None if it could not compile it, so that it fits nothing.
+
+    `refused_bytes` is what that would have taken, if the compiler refused it for its size; else 0.
+    """
 
     setting: Setting
     made: M
     found: Confirmed | None
+    refused_bytes: int
     limit_bytes: int
 
     @property
@@ -178,9 +182,14 @@ class _Trial(Generic[M]):
 
     @property
     def temp_bytes(self) -> int:
-        if self.found is None:  # as predicted, but too large: the search goes on below
-            return max(self.predicted_bytes, self.limit_bytes + 1)
+        if self.found is None:  # as refused or predicted, but too large: the search goes on below
+            return max(self.refused_bytes or self.predicted_bytes, self.limit_bytes + 1)
         return self.found.temp_bytes
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether nothing is known of the program."""
+        return self.found is None and not self.refused_bytes
 
     @property
     def fits(self) -> bool:
@@ -221,26 +230,31 @@ class _Bench(Generic[M]):
         if key not in self.trials:
             say(f"{setting.label}: compiling, number {len(self.trials) + 1}")
             self.trials[key] = _Trial(
-                setting, made, self._found(setting, made), self.limit_bytes or 0
+                setting, made, *self._found(setting, made), self.limit_bytes or 0
             )
         return self.trials[key]
 
-    def _found(self, setting: Setting, made: M) -> Confirmed | None:
+    def _found(self, setting: Setting, made: M) -> tuple[Confirmed | None, int]:
+        """What the compiler says, and the bytes of what it refused for its size."""
         try:
             found = self.compiled(made, self.limit_bytes)
+        except DeviceMemoryError as error:
+            self.failure = error
+            say(f"{setting.label}: {human_bytes(error.temp_bytes)}, which the device does not have")
+            return None, error.temp_bytes
         except CompileError as error:
             # One program may be too much for a compiler that takes others; two are not by chance.
-            if self.failure is not None and all(t.found is None for t in self.trials.values()):
+            if self.trials and all(t.is_failure for t in self.trials.values()):
                 raise
             self.failure = error
             say(f"{setting.label}: cannot be compiled ({_first_line(error)})")
-            return None
+            return None, 0
         size = f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}"
         if self.limit_bytes is not None and found.temp_bytes <= self.limit_bytes:
             say_best(size)
         else:
             say(size)
-        return found
+        return found, 0
 
     def hold_to(self, limit_bytes: int) -> None:
         """Sets the limit, which is not known before the first trial."""
@@ -274,7 +288,7 @@ def confirmed(
     bench = _Bench(make, compiled)
     policy = planner.policy
     plain = bench.trial(UNCHANGED)
-    if bench.failure is not None and isinstance(planner.budget, float):
+    if bench.failure is not None and plain.is_failure and isinstance(planner.budget, float):
         raise bench.failure
     limit = limit_bytes(planner.budget, plain.temp_bytes)
     bench.hold_to(limit)
@@ -297,7 +311,7 @@ def confirmed(
     fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
     if not fitting:
         raise_interrupt()
-        if all(trial.found is None for trial in trials) and bench.failure is not None:
+        if all(trial.is_failure for trial in trials) and bench.failure is not None:
             raise bench.failure
         raise _too_large(trials, policy, limit)
     best = search.fastest(fitting)
@@ -343,17 +357,19 @@ def _finished(
 
 
 def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int) -> BudgetError:
-    best, found = min(
-        ((t, t.found) for t in trials if t.found is not None), key=lambda pair: pair[0].temp_bytes
-    )
+    best = min((t for t in trials if not t.is_failure), key=lambda t: t.temp_bytes)
+    devices = {
+        t.found.device for t in trials if t.found is not None
+    }  # none made: larger than the device
+    where = f" for {devices.pop()}" if devices else ""
     advice = (
         "allow for more compiles: confirm=remat.Confirm(compiles=12)"
         if isinstance(policy, BudgetPolicy)
         else "try remat_policy='ilp', which plans within one"
     )
     return BudgetError(
-        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {len(trials)} programs compiled "
-        f"for {found.device} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the "
+        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {len(trials)} programs compiled"
+        f"{where} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the "
         f"budget, or {advice}.",
         smallest_peak_bytes=best.temp_bytes,
     )
