@@ -358,10 +358,9 @@ def _finished(
 
 def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int) -> BudgetError:
     best = min((t for t in trials if not t.is_failure), key=lambda t: t.temp_bytes)
-    devices = {
-        t.found.device for t in trials if t.found is not None
-    }  # none made: larger than the device
-    where = f" for {devices.pop()}" if devices else ""
+    # Of none is the device known where the compiler refused all for their size.
+    device = next((t.found.device for t in trials if t.found is not None), None)
+    where = "" if device is None else f" for {device}"
     advice = (
         "allow for more compiles: confirm=remat.Confirm(compiles=12)"
         if isinstance(policy, BudgetPolicy)

@@ -9,7 +9,8 @@ Groups depend on the backward pass alone, not on the budget, so that no budget c
 * only element-wise equations stand between the first and the last, and shapes are equal: nothing large is made
   while operands wait, and a gradient that is added up as it comes is;
 * operands and result take no more than those of the largest equation, so that a group needs no larger budget;
-* at most eight equations, so that a chain as long as the example says does not make ever new groups.
+* at most eight equations, a number by look: with a bound, a chain as long as the example says does not make ever
+  new groups.
 """
 
 from __future__ import annotations
