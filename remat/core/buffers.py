@@ -72,7 +72,7 @@ def is_written(ends_kernel: bool, readers: Iterable[_Fusing]) -> bool:
 
 def ends_kernel(op: Op) -> bool:
     """Whether XLA merges an operator with nothing that reads its results; with what it reads it may."""
-    return not op.fusible or op.kind == "REDUCTION"
+    return not op.fusible or (op.kind == "REDUCTION" and not op.elemental)
 
 
 def splits_code(name: str, kind: str) -> bool:

@@ -93,10 +93,13 @@ class Op:
         scope: the named scope (`Block_0/attention`), as traced.
         source: `file:line` in the user's code.
         batched: a matmul with batch dimensions (attention scores), cheap for its size.
+        contracts: of a matmul, the dimensions that it sums over and those of its batch: of both operands each.
         loop: path of the loop whose body has a plan of its own, None for an operator without one.
         padded: the gradient of a pool whose first windows begin before its operand does.
         swapped: the gradient of a transposed convolution's kernel, for which XLA copies the first operand.
         workspace_bytes: of what XLA:GPU makes of its operands before it, and frees behind it.
+        elemental: a reduction so short that XLA merges it with what reads it, like an element-wise operator.
+        additions: what an element of the result takes, in additions; 0 where the name tells.
     """
 
     id: int
@@ -117,10 +120,13 @@ class Op:
     scope: str = ""
     source: str = ""
     batched: bool = False
+    contracts: tuple[tuple[int, ...], ...] = ()
     loop: str | None = None
     padded: bool = False
     swapped: bool = False
     workspace_bytes: int = 0
+    elemental: bool = False
+    additions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from remat.memory.zeros import ArrayKind
 
 __all__ = ["Alive", "Buffer", "Instance", "Kind", "Node", "Prediction", "Execution", "Working"]
 
-Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices"]
+Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ class Node:
     """One run: of an operator, a barrier, the packing or unpacking of a mask, or of what XLA adds for an operator.
 
     Attributes:
-        kind: which of these; `zeros` and `indices` (of a pool's largest) are what XLA adds.
+        kind: which of these; `zeros`, `indices` (of a pool's largest) and `sum` (of a matmul's parts) are what XLA
+            adds.
         op: the operator, None for what XLA adds and what a schedule's own steps do.
         name: of the operator, or the kind.
         ins, outs: instances.
@@ -155,6 +156,7 @@ class Execution:
         stacks: whether its results are stacked.
         copied: results that are buffers of their own before they are part of an array in use.
         shared: the zeros that more than one operator reads, see `shared_zeros`.
+        sums: by matmul that is split, the node that adds its parts.
     """
 
     graph: Graph
@@ -167,6 +169,7 @@ class Execution:
     results: list[int] = field(default_factory=list)
     copied: set[int] = field(default_factory=set)
     shared: frozenset[ArrayKind] = frozenset()
+    sums: dict[int, int] = field(default_factory=dict)
 
 
 Working = Mapping[int, tuple[Prediction, int]]

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from remat.core.buffers import KernelSizes, is_written, splits_code
 from remat.memory.execution import Execution, Node
-from remat.memory.tables import BYTES_PER_ADDITION, MOST_KERNELS, SCATTERS, SMALL_SHARE
+from remat.memory.tables import BYTES_PER_ADDITION, LAUNCH_BYTES, MOST_KERNELS, PARTS, SCATTERS, SMALL_SHARE
+from remat.memory.uses import live_nodes, users_of
 
 __all__ = ["Fusion"]
 
@@ -31,8 +32,8 @@ class Fusion:
 
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
-        self.live = self._find_live()
-        self.users = self._find_users()
+        self.live = live_nodes(execution)
+        self.users = users_of(execution, self.live)
         # To make a value: bytes to read, and instructions as bytes.
         self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
         self.work: list[float] = [0.0] * len(execution.instances)
@@ -44,28 +45,6 @@ class Fusion:
         self.is_buffer = [i.producer < 0 for i in execution.instances]
         self.kernels: list[frozenset[int]] = [frozenset()] * len(execution.nodes)
         self._choose()
-
-    def _find_live(self) -> list[bool]:
-        nodes = self.execution.nodes
-        live = [False] * len(nodes)
-        needed = [False] * len(self.execution.instances)
-        for index in self.execution.results:
-            needed[index] = True
-        for number in range(len(nodes) - 1, -1, -1):
-            node = nodes[number]
-            if not node.outs or any(needed[out] for out in node.outs):
-                live[number] = True
-                for index in node.ins:
-                    needed[index] = True
-        return live
-
-    def _find_users(self) -> list[list[int]]:
-        users: list[list[int]] = [[] for _ in self.execution.instances]
-        for number, node in enumerate(self.execution.nodes):
-            if self.live[number]:
-                for index in dict.fromkeys(node.ins):
-                    users[index].append(number)
-        return users
 
     def _estimate(self) -> None:
         """What it takes to make every value if what several operators read is written where that pays."""
@@ -95,10 +74,11 @@ class Fusion:
         reads = 0.0
         work = node.additions * elements * BYTES_PER_ADDITION
         for index in node.ins:
-            reads += self.reads[index]
             size = instances[index].elements
             # A slice makes only its part of what it reads.
-            work += self.work[index] * (elements / size if size > elements else 1)
+            share = elements / size if size > elements else 1
+            reads += self.reads[index] * (share if node.name in PARTS else 1)
+            work += self.work[index] * (1 if node.kind == "sum" or (node.op and node.op.elemental) else share)
         return reads, work
 
     def _choose(self) -> None:
@@ -184,7 +164,8 @@ class Fusion:
                 scale * sum(instances[leaf].nbytes for leaf in leaves - self.read_by[kernel])
                 for kernel in kernels
             ]
-            return _pays(nbytes, work, reads, again)
+            # What takes arithmetic is not made again for that: kernels that have some already take longer with it.
+            return _pays(nbytes, work, reads, again, LAUNCH_BYTES if work <= reads else 0.0)
 
         if not pays(list(kernels)):
             return False
@@ -228,7 +209,10 @@ class Fusion:
         return self._reach
 
 
-def _pays(nbytes: int, work: float, reads: float, again: Sequence[float]) -> bool:
+
+def _pays(
+    nbytes: int, work: float, reads: float, again: Sequence[float], launch: float = 0.0
+) -> bool:
     """Whether to write a value once rather than to make it in every kernel that reads it.
 
     Memory traffic and arithmetic overlap, so a kernel takes as long as the longer of the two. All in bytes.
@@ -238,6 +222,7 @@ def _pays(nbytes: int, work: float, reads: float, again: Sequence[float]) -> boo
         work: arithmetic to make it.
         reads: what a kernel that makes it reads.
         again: for every kernel that needs it what that would read to make it, beyond what it reads anyway.
+        launch: what it costs to start a kernel more.
     """
-    once = max(work, reads + nbytes) + len(again) * nbytes
+    once = launch + max(work, reads + nbytes) + len(again) * nbytes
     return once < sum(max(work, more) for more in again)

@@ -16,6 +16,7 @@ from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
 from remat.memory.execution import Execution, Instance, Node, Working
 from remat.memory.identities import moves_nothing, signature
+from remat.memory.splits import ELEMENTAL_PARTS, PART_BYTES, parts_of, shape_of, widths_of
 from remat.memory.tables import (
     ADDITIONS,
     CODE_ADDITIONS,
@@ -279,13 +280,32 @@ class Builder:
             [],
             step,
             fusible=op.fusible,
-            reduces=op.kind == "REDUCTION",
-            additions=RANDOM_ADDITIONS if random else ADDITIONS.get(op.name, 1),
+            reduces=op.kind == "REDUCTION" and not op.elemental,
+            additions=RANDOM_ADDITIONS if random else op.additions or ADDITIONS.get(op.name, 1),
             working=working,
             again=op.id in self._ran,
             trips=trips,
         )
         self._ran.add(op.id)
         self.execution.nodes.append(node)
+        shape = shape_of(self.graph, op)
+        parts = 1 if shape is None else parts_of(shape, *widths_of(self.graph, op))
+        if parts > 1:
+            return self._split(step, number, op.outputs[0], parts)
         node.outs.extend(self._new(value, number) for value in outputs or op.outputs)
+        return node.outs
+
+    def _split(self, step: int, matmul: int, value: int, parts: int) -> list[int]:
+        """The sum of a matmul's parts, which are a buffer of their own."""
+        nbytes = parts * PART_BYTES * math.prod(self.graph.values[value].shape)
+        product = self._new(value, matmul, nbytes=nbytes)
+        self.execution.nodes[matmul].outs.append(product)
+        number = len(self.execution.nodes)
+        is_small = parts < ELEMENTAL_PARTS
+        node = Node(
+            "sum", None, "sum", (product,), [], step, True, not is_small, additions=parts - 1
+        )
+        self.execution.nodes.append(node)
+        self.execution.sums[matmul] = number
+        node.outs.append(self._new(value, number))
         return node.outs

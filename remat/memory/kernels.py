@@ -16,7 +16,7 @@ from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
 from remat.memory.tables import CONVOLUTION, FAR
 
-__all__ = ["Kernel", "find_kernels", "merge_siblings", "tie_of"]
+__all__ = ["Kernel", "dependent", "find_kernels", "merge_siblings", "tie_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,7 @@ class Kernel:
         copies: sources of which it, or a kernel before it, makes a copy: slices of stacked arrays that an operator
             reads that does not fuse, and kernels of convolutions in another layout. Behind a barrier it is another.
         workspace: an operand, and the bytes of what is made of it for this kernel alone.
+        is_joined: whether all that it makes is one buffer.
     """
 
     node: int
@@ -41,6 +42,7 @@ class Kernel:
     merged: list[int] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
     workspace: tuple[int, int] | None = None
+    is_joined: bool = False
 
     def merge(self, other: Kernel) -> None:
         """Takes over what another kernel does."""
@@ -156,7 +158,7 @@ def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) 
             start, end = place[other.node], place[kernel.node]
             if order[start] is not other or not 0 < end - start <= FAR:
                 continue
-            later = _dependent(order[start : end + 1])
+            later = dependent(order[start : end + 1])
             if later[-1:] == [kernel]:
                 continue
             kernel.merge(other)
@@ -168,7 +170,7 @@ def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) 
     return order
 
 
-def _dependent(kernels: list[Kernel]) -> list[Kernel]:
+def dependent(kernels: list[Kernel]) -> list[Kernel]:
     """Those of some kernels, in their order, that need the first."""
     made = {kernels[0].node, *kernels[0].merged}
     found: list[Kernel] = []

@@ -95,6 +95,15 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
             first = i if tie is None else position[tie]
             copied[index] = copied.get(index, (first, i))[0], i
     written = {instances[index].root for index in execution.results}
+    sliced: list[Range] = []
+    for i, kernel in enumerate(order):
+        if kernel.is_joined:  # its results are slices of one buffer; what the program returns is copied out of it
+            till = max(end[out] for out in kernel.writes)
+            end.update(dict.fromkeys(kernel.writes, till))
+            sliced += [
+                Range(out, instances[out].nbytes, i, till, True)
+                for out in written.intersection(kernel.writes)
+            ]
     last = len(order) - 1
     results = [Range(i, instances[i].nbytes, start[i], last) for i in written if i in start]
     ranges = [
@@ -112,7 +121,8 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
         Range(*k.workspace, i, i, True) for i, k in enumerate(order) if k.workspace is not None
     ]
     kept = written - execution.copied
-    return Layout(order, [r for r in ranges if r.nbytes and r.index not in kept], results)
+    ranges = [r for r in ranges if r.nbytes and r.index not in kept]
+    return Layout(order, ranges + sliced, results)
 
 
 def occupy(execution: Execution, layout: Layout) -> Occupancy:
@@ -241,8 +251,12 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
     # XLA has one buffer for what is scattered into and the scatter's result, and only buffers of one array share.
     kept = {instances[i].root for node in nodes if node.name in IN_PLACE for i in node.ins}
 
+    joined = {node for k in order if k.is_joined for node in (k.node, *k.merged)}
+
     def serves(found: Range) -> bool:
         producer = instances[found.index].producer
+        if producer in joined:
+            return False
         if found.index in tied or producer < 0:
             return producer < 0 and found.index not in tied
         node = nodes[producer]

@@ -6,7 +6,7 @@ of XLA:GPU that decide about memory, without compiling. Each has a module, which
 1. `instances`: what runs and what runs again, as nodes and instances of values (`execution`); `identities`:
    what is not new; `zeros`. `bodies`: the same for one iteration of a loop.
 2. `fusion`: which instances are buffers.
-3. `kernels`: what runs as one, and what is copied for it.
+3. `kernels`: what runs as one, and what is copied for it; `matmuls`: those that are multiplied as one.
 4. `order`: in which order.
 5. `places`: what lies where, and for how long; so how many bytes are alive when.
 
@@ -34,6 +34,7 @@ from remat.memory.execution import Alive, Buffer, Execution, Instance, Node, Pre
 from remat.memory.fusion import Fusion
 from remat.memory.instances import execution_of
 from remat.memory.kernels import Kernel, find_kernels, merge_siblings
+from remat.memory.matmuls import join_matmuls, merged_matmuls
 from remat.memory.order import made_early, put_off
 from remat.memory.places import Layout, lay_out, occupy
 from remat.memory.zeros import is_constant
@@ -135,8 +136,10 @@ def buffers(graph: Graph) -> tuple[int, ...]:
 
 def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
     """Returns what runs as one, and in which order with which buffers."""
+    groups = merged_matmuls(execution)
     fusion = Fusion(execution)
-    kernels = merge_siblings(execution, fusion, find_kernels(execution, fusion))
+    kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)
+    kernels = merge_siblings(execution, fusion, kernels)
     order = put_off(execution, kernels)
     return kernels, lay_out(execution, order, made_early(execution, fusion))
 

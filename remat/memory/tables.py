@@ -20,7 +20,10 @@ __all__ = [
     "FAR",
     "INDEX_BYTES",
     "IN_PLACE",
+    "LAUNCH_BYTES",
+    "MERGED_BYTES",
     "MOST_KERNELS",
+    "PARTS",
     "PICKS",
     "POOL_GRADIENT",
     "RANDOM_ADDITIONS",
@@ -42,6 +45,8 @@ SAME_BUFFER = primitives_with(Trait.SAME_BUFFER)
 DETERMINED = primitives_with(Trait.DETERMINED)
 # Operators that take a part of an array which their result type does not tell.
 PICKS = frozenset({"slice", "split", "pad"})
+# Operators that read of their operand no more than their result has.
+PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
 # Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.
 COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
@@ -51,8 +56,11 @@ SCATTERS = frozenset(name for name in IN_PLACE if name.startswith("scatter"))
 SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 
 # --- numbers ---
-#
-# "Half and double": what predictions do where a number is half or twice as large, of the 68 cases of
+
+# Matmuls that share an operand are merged if one has no more bytes of operands and result: the default of XLA's flag
+# `xla_gpu_dot_merger_threshold_mb`, as compiled: 63 MiB are merged, 64.02 are not.
+MERGED_BYTES = 64 * 2**20
+# Of the others, "half and double": what predictions do where a number is half or twice as large, of the 68 cases of
 # `benchmarks.memory_model`, of which 65 lie within 10 % of what jax 0.10.2 compiles for an H200 and the median
 # error is 1.5 % (`python -m benchmarks.memory_numbers`); and of 45 plans (min_cut, full, echo) for the toys of
 # `models.cases.SMALL_CASES`, whose arrays take kilobytes.
@@ -95,6 +103,10 @@ CODE_ADDITIONS = 3
 # An H100 has 0.1 and a B200 0.2; programs are predicted as for an H200 whatever they are compiled for. Half: 62
 # of 68 within 10 %, the worst is 33 % too low; double: 66.
 BYTES_PER_ADDITION = 0.145
+
+# What starting a kernel costs, in bytes: a microsecond (`GpuPerformanceModelBase::kKernelLaunchOverhead`), in which
+# an H200 moves so many.
+LAUNCH_BYTES = 4.8e6
 
 # The others were observed, on the networks of that benchmark, and not derived.
 

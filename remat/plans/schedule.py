@@ -160,6 +160,7 @@ class _Backward:
         self.stages = Stages(graph, saved, barriers, order, tie_sums)
         self.ordered = self.stages.ordered
         self.explicit = self.stages.explicit
+        self.behind_forward = _behind_forward(graph)
         self.ready: set[int] = set()  # forward values that are there
         self.lasting = set(self.fixed)  # what is never forgotten
         self.fresh: set[int] = set()  # made again in the last stage
@@ -239,7 +240,9 @@ class _Backward:
         """Puts a barrier before a stage that recomputes something.
 
         Tied are the kept values that recomputation reads, and any argument that alone feeds a
-        recomputed operator: everything recomputed then depends on the cotangent.
+        recomputed operator: everything recomputed then depends on the cotangent. Where that is given and needs
+        nothing of the forward pass (a loss has one that is one), so are all operands of matmuls: XLA makes one of
+        two that share an operand and do not need each other, and both results would be there till the end.
         """
         graph, forward = self.graph, self.graph.forward_values
         again = [
@@ -257,9 +260,10 @@ class _Backward:
             kept = (v for v in op.inputs if v in held and v not in self.sources)
             tied.update(v for v in kept if v in there)
         tainted = set(tied)
+        first = self.behind_forward.isdisjoint(point.frontier)
         for op in again:
             reads = [v for v in op.inputs if forward[v] and v not in graph.constants]
-            if not any(v in tainted for v in reads):
+            if (first and op.contracts) or not any(v in tainted for v in reads):
                 tied.update(v for v in reads if v in there)
             if reads:
                 tainted.update(op.outputs)
@@ -291,6 +295,16 @@ class _Backward:
             return False
         read = sum(values[v].nbytes for v in {*op.inputs} - self.graph.sources)
         return read >= values[gradient].nbytes
+
+
+def _behind_forward(graph: Graph) -> set[int]:
+    """Returns the backward values that need a result of a forward operator."""
+    forward, sources = graph.forward_values, graph.sources
+    found: set[int] = set()
+    for op in graph.backward_ops():
+        if any(v in found or (forward[v] and v not in sources) for v in op.inputs):
+            found.update(op.outputs)
+    return found
 
 
 def _with_sums_tied(graph: Graph, backward: list[Step]) -> list[Step]:

@@ -7,7 +7,6 @@ one (by `jax.vjp` under `jax.make_jaxpr`, public API alone) and returns the join
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from remat.core.graph import Graph, Op, Value
 from remat.core.primitives import OpClass
 from remat.trace.classify import classify_equation
 from remat.trace.decisions import compare_operands, decide
+from remat.trace.emission import CONVOLUTION, traits_of, workspace_bytes
 from remat.trace.instances import Instances, with_single_instances
 from remat.trace.program import (
     LOOP_SCOPE,
@@ -47,7 +47,6 @@ __all__ = [
     "with_program",
 ]
 
-_CONVOLUTION = "conv_general_dilated"
 _LOOP = re.compile(LOOP_SCOPE + r"(scan\d+)")
 
 
@@ -265,12 +264,12 @@ def _graph_of(
             backward.update(equation.outputs)
         producer.update(dict.fromkeys(equation.outputs, index))
         op = _op_of(program, index, equation, "backward" if depends else "forward")
-        if op.name == _CONVOLUTION:
+        if op.name == CONVOLUTION:
             source = producer.get(op.inputs[-1])
             while source is not None and ops[source].name == "transpose":
                 source = producer.get(ops[source].inputs[0])
             is_reversed = source is not None and ops[source].name == "rev"
-            room = _workspace_bytes(equation.source, op.swapped, is_reversed)
+            room = workspace_bytes(equation.source, op.swapped, is_reversed)
             op = replace(op, workspace_bytes=room)
         ops.append(op)
     values = [
@@ -358,57 +357,9 @@ def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
         kind=cost.op_class.name,
         scope=_LOOP.sub("", scope).replace("//", "/").strip("/"),
         source=compat.source_of(eqn) or (compat.source_of(site) if site is not None else ""),
-        batched=_is_batched(eqn),
+        **traits_of(eqn),
         loop=loop[-1] if loop else None,
-        padded=_is_padded(eqn),
-        swapped=_is_swapped(eqn),
     )
-
-
-def _is_batched(eqn: Any) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return False
-    (_, _), (batch, _) = eqn.params["dimension_numbers"]
-    return len(batch) > 0
-
-
-def _is_padded(eqn: Any) -> bool:
-    if eqn.primitive.name != "select_and_scatter_add":
-        return False
-    return any(low > 0 for low, _ in eqn.params["padding"])
-
-
-def _is_dilated(eqn: Any) -> bool:
-    return eqn.primitive.name == _CONVOLUTION and max(eqn.params["lhs_dilation"], default=1) > 1
-
-
-def _workspace_bytes(eqn: Any, is_swapped: bool, is_reversed: bool) -> int:
-    """What XLA:GPU makes for a convolution whose first operand is dilated.
-
-    With a reversed kernel it is the data gradient of a strided one, for which libraries have a kernel. Otherwise
-    the dilated operand is written to memory, or, for the gradient of a kernel, the second operand is transposed.
-    """
-    if not _is_dilated(eqn) or (is_reversed and not is_swapped):
-        return 0
-    source, kernel = (var.aval for var in eqn.invars)
-    if is_swapped:
-        return aval_bytes(kernel)
-    shape = list(source.shape)
-    axes = eqn.params["dimension_numbers"].lhs_spec[2:]
-    spaces = zip(axes, eqn.params["lhs_dilation"], eqn.params["padding"], strict=True)
-    for axis, dilation, (low, high) in spaces:
-        shape[axis] = max(dilation * (shape[axis] - 1) + 1 + low + high, 0)
-    return math.prod(shape) * source.dtype.itemsize
-
-
-def _is_swapped(eqn: Any) -> bool:
-    """Whether the first operand is dilated and the second larger than the result: a gradient for a kernel."""
-    if not _is_dilated(eqn):
-        return False
-    layout = eqn.params["dimension_numbers"]
-    window = [eqn.invars[1].aval.shape[axis] for axis in layout.rhs_spec[2:]]
-    made = [eqn.outvars[0].aval.shape[axis] for axis in layout.out_spec[2:]]
-    return math.prod(window) > math.prod(made)
 
 
 def _room_cost(eqn: Any, cost: OpCost) -> tuple[int, int]:

@@ -1,0 +1,145 @@
+"""What XLA:GPU makes of an equation that its primitive does not tell: read off its parameters and shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+from remat.core.avals import aval_bytes
+
+__all__ = ["CONVOLUTION", "Traits", "traits_of", "workspace_bytes"]
+
+CONVOLUTION = "conv_general_dilated"
+
+_REDUCTIONS = frozenset(
+    {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor"}
+)
+_WARP = 32  # threads of a GPU's warp
+# `GpuHloCostAnalysis::HandleConcatenate`: a comparison and a branch; where the border of two operands may lie in a
+# warp, both branches run, and XLA takes that for so dear that it rather writes the result.
+_BRANCH, _BOTH_BRANCHES = 6, 400
+
+
+class Traits(TypedDict, total=False):
+    """Fields of `remat.core.graph.Op`; those that are at their default are left out."""
+
+    batched: bool
+    contracts: tuple[tuple[int, ...], ...]
+    padded: bool
+    swapped: bool
+    elemental: bool
+    additions: int
+
+
+def traits_of(eqn: Any) -> Traits:
+    """Returns what the operator of an equation has beyond its class."""
+    read = _READERS.get(eqn.primitive.name)
+    return read(eqn) if read is not None else {}
+
+
+def _of_matmul(eqn: Any) -> Traits:
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    return {
+        "batched": len(left_batch) > 0,
+        "contracts": (tuple(left), tuple(right), tuple(left_batch), tuple(right_batch)),
+    }
+
+
+def _of_pool_gradient(eqn: Any) -> Traits:
+    return {"padded": any(low > 0 for low, _ in eqn.params["padding"])}
+
+
+def _of_convolution(eqn: Any) -> Traits:
+    return {"swapped": _is_swapped(eqn)}
+
+
+def _of_concatenation(eqn: Any) -> Traits:
+    along = eqn.params["dimension"]
+    crosses = along > 0 and eqn.invars[0].aval.shape[along] % _WARP != 0
+    return {"additions": _BOTH_BRANCHES if crosses else _BRANCH}
+
+
+def _of_reduction(eqn: Any) -> Traits:
+    shape, axes = eqn.invars[0].aval.shape, tuple(eqn.params["axes"])
+    count = math.prod(shape[axis] for axis in axes)
+    if not _is_elemental(shape, axes):
+        return {}
+    return {"elemental": True, "additions": max(count - 1, 1)}
+
+
+def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Whether a reduction is made by one thread per result, like an element-wise operator.
+
+    It follows XLA's `IsUnnestedReductionFasterThanElemental`: rows shorter than a warp that do not divide it, and
+    columns that are short for how few there are. Where the axes are not next to one another in memory, XLA splits
+    the reduction in two first.
+    """
+    sizes = [dim for dim in shape if dim != 1]
+    reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
+    kept = [not flag for flag in reduced]
+    if not any(reduced) or not any(kept) or not (_is_together(reduced) or _is_together(kept)):
+        return False
+    if reduced[-1]:
+        row = math.prod(dim for dim, flag in _last(sizes, reduced) if flag)
+        return row < _WARP and _WARP % row != 0
+    minor = math.prod(dim for dim, flag in _last(sizes, kept) if flag)
+    column = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
+    return any(
+        column < times * _WARP and minor < few
+        for times, few in ((1, math.inf), (2, _WARP), (4, 8), (8, 3))
+    )
+
+
+def _is_together(flags: list[bool]) -> bool:
+    """Whether the flags that are set stand next to one another."""
+    first, last = flags.index(True), len(flags) - 1 - flags[::-1].index(True)
+    return all(flags[first : last + 1])
+
+
+def _last(sizes: list[int], flags: list[bool]) -> list[tuple[int, bool]]:
+    """The last dimensions, as many as have their flag set without a gap."""
+    count = flags[::-1].index(False) if False in flags else len(flags)
+    return list(zip(sizes, flags, strict=True))[len(sizes) - count :]
+
+
+def _is_dilated(eqn: Any) -> bool:
+    return eqn.primitive.name == CONVOLUTION and max(eqn.params["lhs_dilation"], default=1) > 1
+
+
+def workspace_bytes(eqn: Any, is_swapped: bool, is_reversed: bool) -> int:
+    """What XLA:GPU makes for a convolution whose first operand is dilated.
+
+    With a reversed kernel it is the data gradient of a strided one, for which libraries have a kernel. Otherwise
+    the dilated operand is written to memory, or, for the gradient of a kernel, the second operand is transposed.
+    """
+    if not _is_dilated(eqn) or (is_reversed and not is_swapped):
+        return 0
+    source, kernel = (var.aval for var in eqn.invars)
+    if is_swapped:
+        return aval_bytes(kernel)
+    shape = list(source.shape)
+    axes = eqn.params["dimension_numbers"].lhs_spec[2:]
+    spaces = zip(axes, eqn.params["lhs_dilation"], eqn.params["padding"], strict=True)
+    for axis, dilation, (low, high) in spaces:
+        shape[axis] = max(dilation * (shape[axis] - 1) + 1 + low + high, 0)
+    return math.prod(shape) * source.dtype.itemsize
+
+
+def _is_swapped(eqn: Any) -> bool:
+    """Whether the first operand is dilated and the second larger than the result: a gradient for a kernel."""
+    if not _is_dilated(eqn):
+        return False
+    layout = eqn.params["dimension_numbers"]
+    window = [eqn.invars[1].aval.shape[axis] for axis in layout.rhs_spec[2:]]
+    made = [eqn.outvars[0].aval.shape[axis] for axis in layout.out_spec[2:]]
+    return math.prod(window) > math.prod(made)
+
+
+_READERS: dict[str, Callable[[Any], Traits]] = {
+    "dot_general": _of_matmul,
+    "select_and_scatter_add": _of_pool_gradient,
+    CONVOLUTION: _of_convolution,
+    "concatenate": _of_concatenation,
+    **dict.fromkeys(_REDUCTIONS, _of_reduction),
+}
