@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.core.buffers import KernelSizes, is_written, splits_code
+from remat.core.buffers import KernelSizes, is_written
 from remat.memory.execution import Execution, Node
+from remat.memory.limits import splits, too_large
 from remat.memory.tables import BYTES_PER_ADDITION, LAUNCH_BYTES, MOST_KERNELS, PARTS, SCATTERS, SMALL_SHARE
 from remat.memory.uses import live_nodes, users_of
 
@@ -40,6 +41,8 @@ class Fusion:
         # The buffers among what it takes; small ones left out.
         self.leaves = [frozenset((i.root,)) for i in execution.instances]
         self.read_by: dict[int, set[int]] = {}
+        # By node and kernel, the share of its elements that the kernel needs, where that is not all of them.
+        self.shares: dict[tuple[int, int], float] = {}
         self._estimate()
         self._reach: list[int] | None = None
         self.is_buffer = [i.producer < 0 for i in execution.instances]
@@ -58,7 +61,8 @@ class Fusion:
             for out in node.outs:
                 reads, work = self._cost(node, out)
                 nbytes, readers = instances[out].nbytes, len(self.users[out])
-                if readers > 1 and _pays(nbytes, work, reads, [reads] * readers):
+                parts = [self._part(out, user) for user in self.users[out]]
+                if readers > 1 and _pays(nbytes, work, reads, [(reads, part) for part in parts]):
                     continue
                 self.reads[out] = min(nbytes, reads) if readers > 1 else reads
                 self.work[out] = work
@@ -78,13 +82,36 @@ class Fusion:
             # A slice makes only its part of what it reads.
             share = elements / size if size > elements else 1
             reads += self.reads[index] * (share if node.name in PARTS else 1)
-            work += self.work[index] * (1 if node.kind == "sum" or (node.op and node.op.elemental) else share)
+            sums = node.kind == "sum" or (node.op is not None and node.op.elemental)
+            work += self.work[index] * (1 if sums else share)
         return reads, work
+
+    def _part(self, index: int, reader: int) -> float:
+        """The share of an instance's elements that a reader takes."""
+        node, instances = self.execution.nodes[reader], self.execution.instances
+        if node.name not in PARTS or node.ins[0] != index:
+            return 1.0
+        taken = sum(instances[out].elements for out in node.outs)
+        return min(1.0, taken / max(instances[index].elements, 1))
+
+    def _share(self, outs: Sequence[int], kernel: int) -> float:
+        """The share of a node's elements that a kernel needs: of those that read them at one place, the largest."""
+        together, apart = 0.0, 0.0
+        for out in outs:
+            for user in self.users[out]:
+                if kernel in self.kernels[user]:
+                    share = self.shares.get((user, kernel), 1.0) * self._part(out, user)
+                    if self.execution.nodes[user].name in PARTS:
+                        apart += share
+                    else:
+                        together = max(together, share)
+        return min(1.0, together + apart)
 
     def _choose(self) -> None:
         """From the results back: a value's kernels are known once those of its readers are."""
         nodes, results = self.execution.nodes, set(self.execution.results)
-        sizes = KernelSizes()
+        sizes: KernelSizes | None = KernelSizes()
+        written = [False] * len(nodes)
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if not self.live[number]:
@@ -92,24 +119,51 @@ class Fusion:
             outs = node.outs
             readers = self.users[outs[0]] if len(outs) == 1 else self._readers(outs)
             kernels = self._union(self.kernels, readers)
-            written = (
+            written[number] = (
                 is_written(not node.fusible or node.reduces, self._apart_from(outs, readers))
                 or not results.isdisjoint(outs)
                 or (len(kernels) > 1 and self._written_once(node, kernels))
+                or not kernels
             )
-            written = written or not sizes.merge(
-                number, self._splits(node), kernels, readers, self._moves
-            )
-            if written or not kernels:
-                sizes.begin(number, self._splits(node))
+            if written[number]:
                 kernels = frozenset((number,))
-                for out in outs:
+            if sizes is not None:
+                if written[number]:
+                    sizes.begin(number, splits(node))
+                elif not sizes.merge(number, splits(node), kernels, readers, self.moves):
+                    sizes = None  # which values are written then is a question of all of them
+            self._put(number, kernels)
+        if sizes is None:
+            for number in too_large(self, written):
+                written[number] = True
+            for number in range(len(nodes) - 1, -1, -1):
+                if self.live[number]:
+                    readers = self._readers(nodes[number].outs)
+                    own = frozenset((number,))
+                    self._put(number, own if written[number] else self._union(self.kernels, readers))
+        for number, node in enumerate(nodes):
+            if written[number]:
+                for out in node.outs:
                     self.is_buffer[out] = True
-            self.kernels[number] = kernels
+
+    def _put(self, number: int, kernels: frozenset[int]) -> None:
+        """Makes a node part of kernels."""
+        node = self.execution.nodes[number]
+        self.kernels[number] = kernels
+        if number not in kernels:
             for kernel in kernels:
-                read = self.read_by.setdefault(kernel, set())
-                for index in node.ins:
-                    read |= self.leaves[index]
+                share = self._share(node.outs, kernel)
+                if share < 1.0:
+                    self.shares[number, kernel] = share
+        for kernel in kernels:
+            read = self.read_by.setdefault(kernel, set())
+            for index in node.ins:
+                read |= self.leaves[index]
+
+    def moves(self, number: int) -> bool:
+        """Whether a node reads other elements than it makes."""
+        node = self.execution.nodes[number]
+        return node.op is not None and node.op.kind == "VIEW"
 
     def _apart_from(self, outs: Sequence[int], readers: Sequence[int]) -> list[Node]:
         """The readers that do not make a node's results in their own kernel.
@@ -122,14 +176,6 @@ class Fusion:
             for node in map(nodes.__getitem__, readers)
             if node.op is None or node.op.name not in SCATTERS or node.ins[0] in outs
         ]
-
-    @staticmethod
-    def _splits(node: Node) -> bool:
-        return node.op is not None and splits_code(node.op.name, node.op.kind)
-
-    def _moves(self, number: int) -> bool:
-        node = self.execution.nodes[number]
-        return node.op is not None and node.op.kind == "VIEW"
 
     def _readers(self, outs: Sequence[int]) -> list[int]:
         return [user for out in outs for user in self.users[out]]
@@ -161,7 +207,10 @@ class Fusion:
 
         def pays(kernels: Sequence[int]) -> bool:
             again = [
-                scale * sum(instances[leaf].nbytes for leaf in leaves - self.read_by[kernel])
+                (
+                    scale * sum(instances[leaf].nbytes for leaf in leaves - self.read_by[kernel]),
+                    self._share(node.outs, kernel),
+                )
                 for kernel in kernels
             ]
             # What takes arithmetic is not made again for that: kernels that have some already take longer with it.
@@ -209,9 +258,12 @@ class Fusion:
         return self._reach
 
 
-
 def _pays(
-    nbytes: int, work: float, reads: float, again: Sequence[float], launch: float = 0.0
+    nbytes: int,
+    work: float,
+    reads: float,
+    again: Sequence[tuple[float, float]],
+    launch: float = 0.0,
 ) -> bool:
     """Whether to write a value once rather than to make it in every kernel that reads it.
 
@@ -221,8 +273,9 @@ def _pays(
         nbytes: of the value, written once and read by every kernel.
         work: arithmetic to make it.
         reads: what a kernel that makes it reads.
-        again: for every kernel that needs it what that would read to make it, beyond what it reads anyway.
+        again: for every kernel that needs it what that would read to make it, beyond what it reads anyway, and the
+            share of the value that it needs.
         launch: what it costs to start a kernel more.
     """
-    once = launch + max(work, reads + nbytes) + len(again) * nbytes
-    return once < sum(max(work, more) for more in again)
+    once = launch + max(work, reads + nbytes) + sum(share * nbytes for _, share in again)
+    return once < sum(share * max(work, more) for more, share in again)
