@@ -61,7 +61,7 @@ class Fusion:
             for out in node.outs:
                 reads, work = self._cost(node, out)
                 nbytes, readers = instances[out].nbytes, len(self.users[out])
-                parts = [self._part(out, user) for user in self.users[out]]
+                parts = [self.part(out, user) for user in self.users[out]]
                 if readers > 1 and _pays(nbytes, work, reads, [(reads, part) for part in parts]):
                     continue
                 self.reads[out] = min(nbytes, reads) if readers > 1 else reads
@@ -86,7 +86,7 @@ class Fusion:
             work += self.work[index] * (1 if sums else share)
         return reads, work
 
-    def _part(self, index: int, reader: int) -> float:
+    def part(self, index: int, reader: int) -> float:
         """The share of an instance's elements that a reader takes."""
         node, instances = self.execution.nodes[reader], self.execution.instances
         if node.name not in PARTS or node.ins[0] != index:
@@ -100,7 +100,7 @@ class Fusion:
         for out in outs:
             for user in self.users[out]:
                 if kernel in self.kernels[user]:
-                    share = self.shares.get((user, kernel), 1.0) * self._part(out, user)
+                    share = self.shares.get((user, kernel), 1.0) * self.part(out, user)
                     if self.execution.nodes[user].name in PARTS:
                         apart += share
                     else:

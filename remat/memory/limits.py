@@ -6,6 +6,7 @@ associative scan the small ones, not the padded arrays that are as large as the 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +32,10 @@ class _Fusion(Protocol):
         """By instance."""
         ...
 
+    def part(self, index: int, reader: int) -> float:
+        """The share of an instance's elements that a reader takes."""
+        ...
+
     def moves(self, number: int) -> bool:
         """Whether a node reads other elements than it makes."""
         ...
@@ -50,35 +55,78 @@ def too_large(fusion: _Fusion, written: Sequence[bool]) -> list[int]:
 
     Complexity: for every node that is merged, linear in the kernels that it is merged into.
     """
-    nodes, instances = fusion.execution.nodes, fusion.execution.instances
-    readers = [
-        list(dict.fromkeys(user for out in node.outs for user in fusion.users[out])) for node in nodes
-    ]
-    members = {number: frozenset((number,)) for number in range(len(nodes)) if fusion.live[number]}
-    within = {number: {number} for number in members}  # by node the kernels that it is in
+    return _Merging(fusion, written).left()
 
-    def saved(number: int) -> tuple[int, int]:
-        nbytes = sum(instances[out].nbytes for out in nodes[number].outs)
-        return nbytes * (1 + len(readers[number])), number
 
-    def fits(kernel: frozenset[int]) -> bool:
+class _Merging:
+    """Nodes that are merged into the kernels that read them, what saves most first."""
+
+    def __init__(self, fusion: _Fusion, written: Sequence[bool]) -> None:
+        self.fusion = fusion
+        self.nodes, self.instances = fusion.execution.nodes, fusion.execution.instances
+        self.readers = [
+            list(dict.fromkeys(user for out in node.outs for user in fusion.users[out]))
+            for node in self.nodes
+        ]
+        live = [number for number in range(len(self.nodes)) if fusion.live[number]]
+        self.todo = {number for number in live if not written[number]}
+        self.members = {number: frozenset((number,)) for number in live}  # by kernel, its last node
+        self.within = {number: {number} for number in live}  # by node, the kernels that it is in
+
+    def left(self) -> list[int]:
+        """Returns the nodes that are not merged."""
+        queue = [(-self._saved(number), -number) for number in self.todo]
+        heapq.heapify(queue)
+        found: list[int] = []
+        while queue:
+            negative, place = heapq.heappop(queue)
+            number = -place
+            if number not in self.todo or -negative != self._saved(number):
+                continue
+            self.todo.discard(number)
+            kernels = set[int]().union(*(self.within[reader] for reader in self.readers[number]))
+            merged = {kernel: self.members[kernel] | self.members[number] for kernel in kernels}
+            if not all(map(self._fits, merged.values())):
+                found.append(number)
+                continue
+            for node in self.members.pop(number):
+                self.within[node].discard(number)
+                self.within[node] |= kernels
+            self.members |= merged
+            for kernel in kernels & self.todo:
+                heapq.heappush(queue, (-self._saved(kernel), -kernel))
+        return found
+
+    def _saved(self, number: int) -> float:
+        """Bytes that are not moved if a kernel is merged into those that read it; each reads what it reads."""
+        nbytes, times = 0.0, 0.0
+        for out in self.nodes[number].outs:
+            parts = sum(self.fusion.part(out, user) for user in self.fusion.users[out])
+            nbytes += self.instances[out].nbytes * (1 + parts)
+            times = max(times, parts)
+        return nbytes - (times - 1) * self._reads(self.members[number])
+
+    def _reads(self, kernel: frozenset[int]) -> float:
+        """Bytes that a kernel reads."""
+        found: dict[int, float] = {}
+        for number in kernel:
+            for index in self.nodes[number].ins:
+                if self.instances[index].producer not in kernel:
+                    part = self.fusion.part(index, number)
+                    found[index] = max(found.get(index, 0.0), part * self.instances[index].nbytes)
+        return sum(found.values())
+
+    def _fits(self, kernel: frozenset[int]) -> bool:
         order = sorted(kernel, reverse=True)
         sizes = KernelSizes()
-        sizes.begin(order[0], splits(nodes[order[0]]))
+        sizes.begin(order[0], splits(self.nodes[order[0]]))
         return all(
-            sizes.merge(n, splits(nodes[n]), order[:1], [r for r in readers[n] if r in kernel], fusion.moves)
-            for n in order[1:]
+            sizes.merge(
+                number,
+                splits(self.nodes[number]),
+                order[:1],
+                [reader for reader in self.readers[number] if reader in kernel],
+                self.fusion.moves,
+            )
+            for number in order[1:]
         )
-
-    left: list[int] = []
-    for number in sorted((n for n in members if not written[n]), key=saved, reverse=True):
-        kernels = set().union(*(within[reader] for reader in readers[number]))
-        merged = {kernel: members[kernel] | members[number] for kernel in kernels}
-        if not all(map(fits, merged.values())):
-            left.append(number)
-            continue
-        for node in members.pop(number):
-            within[node].discard(number)
-            within[node] |= kernels
-        members |= merged
-    return left
