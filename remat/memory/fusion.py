@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from remat.core.buffers import KernelSizes, is_written
 from remat.memory.execution import Execution, Node
 from remat.memory.limits import splits, too_large
-from remat.memory.tables import BYTES_PER_ADDITION, LAUNCH_BYTES, MOST_KERNELS, PARTS, SCATTERS, SMALL_SHARE
+from remat.memory.tables import (
+    BYTES_PER_ADDITION,
+    LAUNCH_BYTES,
+    MOST_KERNELS,
+    PARTS,
+    SCATTERS,
+    SMALL_SHARE,
+)
 from remat.memory.uses import live_nodes, users_of
 
 __all__ = ["Fusion"]
@@ -43,6 +50,8 @@ class Fusion:
         self.read_by: dict[int, set[int]] = {}
         # By node and kernel, the share of its elements that the kernel needs, where that is not all of them.
         self.shares: dict[tuple[int, int], float] = {}
+        # Nodes that take parts, and those of which there is a share: of most there is none.
+        self._partial = {n for n, node in enumerate(execution.nodes) if node.name in PARTS}
         self._estimate()
         self._reach: list[int] | None = None
         self.is_buffer = [i.producer < 0 for i in execution.instances]
@@ -96,6 +105,8 @@ class Fusion:
 
     def _share(self, outs: Sequence[int], kernel: int) -> float:
         """The share of a node's elements that a kernel needs: of those that read them at one place, the largest."""
+        if self._partial.isdisjoint(self._readers(outs)):
+            return 1.0
         together, apart = 0.0, 0.0
         for out in outs:
             for user in self.users[out]:
@@ -140,7 +151,9 @@ class Fusion:
                 if self.live[number]:
                     readers = self._readers(nodes[number].outs)
                     own = frozenset((number,))
-                    self._put(number, own if written[number] else self._union(self.kernels, readers))
+                    self._put(
+                        number, own if written[number] else self._union(self.kernels, readers)
+                    )
         for number, node in enumerate(nodes):
             if written[number]:
                 for out in node.outs:
@@ -150,11 +163,12 @@ class Fusion:
         """Makes a node part of kernels."""
         node = self.execution.nodes[number]
         self.kernels[number] = kernels
-        if number not in kernels:
+        if number not in kernels and not self._partial.isdisjoint(self._readers(node.outs)):
             for kernel in kernels:
                 share = self._share(node.outs, kernel)
                 if share < 1.0:
                     self.shares[number, kernel] = share
+                    self._partial.add(number)
         for kernel in kernels:
             read = self.read_by.setdefault(kernel, set())
             for index in node.ins:

@@ -215,4 +215,6 @@ def _concatenated(
         alone = made is not None and made.kind == "op" and made.fusible and not made.reduces
         if not alone or len(fusion.users[index]) > 1:
             copied += instances[index].nbytes
+        if len(fusion.users[index]) == 1:  # a slice of a stacked array is made in place
+            kernel.copies.discard(instances[index].root)
     return nodes[kernel.node].ins[side], copied

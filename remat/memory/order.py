@@ -42,6 +42,7 @@ class _ListScheduler:
         read: set[int] = set().union(*(kernel.reads for kernel in kernels))
         # Results that nothing reads: their kernels may wait.
         self.final = {execution.instances[index].root for index in execution.results} - read
+        self.sums = self._sums(execution)
         self.readers: dict[int, int] = {}  # of every buffer how many have not run yet
         for kernel in kernels:
             for root in kernel.reads - self.sources:
@@ -54,13 +55,17 @@ class _ListScheduler:
 
     def order(self) -> list[Kernel]:
         """Returns the kernels in the order in which they run."""
+        behind = {total.node for totals in self.sums.values() for total in totals}
         for kernel in self.kernels:
+            if kernel.node in behind:
+                continue
             if kernel.node in self.pools:
                 waited = self.waiting.pop(kernel.node, None)
                 if waited or self.needs.pop(kernel.node, None) is not None:
                     self._run(kernel)  # it did not run before
                 continue
-            if kernel.writes and self.final.issuperset(kernel.writes):
+            writes = self._writes(kernel)
+            if writes and self.final.issuperset(writes):
                 best = self._gain_at_most(kernel)
                 if best < 0 or self.stacks:
                     self.waiting[kernel.node] = best, kernel
@@ -68,7 +73,26 @@ class _ListScheduler:
             if self.waiting and not self.stacks:
                 self._run_what_takes_less(kernel)
             self._run(kernel)
-        return [*self.ran, *(kernel for _, kernel in self.waiting.values())]
+        for _, kernel in self.waiting.values():
+            self.ran += [kernel, *self.sums.get(kernel.node, ())]
+        return self.ran
+
+    def _sums(self, execution: Execution) -> dict[int, list[Kernel]]:
+        """By matmul that is split and makes only gradients: the kernels that add its parts, run behind it."""
+        by_node = {kernel.node: kernel for kernel in self.kernels}
+        found: dict[int, list[Kernel]] = {}
+        for kernel in self.kernels:
+            parts = [n for n in (kernel.node, *kernel.merged) if n in execution.sums]
+            totals = [by_node.get(execution.sums[number]) for number in parts]
+            read = [total for total in totals if total and self.final.issuperset(total.writes)]
+            if parts and len(read) == len(kernel.writes):
+                found[kernel.node] = read
+        return found
+
+    def _writes(self, kernel: Kernel) -> list[int]:
+        """What is left of what a kernel writes; of parts their sum."""
+        totals = self.sums.get(kernel.node)
+        return kernel.writes if totals is None else [w for total in totals for w in total.writes]
 
     def _run_what_takes_less(self, kernel: Kernel) -> None:
         """Runs what waits and takes less memory than a kernel; of pools also what takes as much."""
@@ -95,7 +119,7 @@ class _ListScheduler:
         return freed - self._written(kernel)
 
     def _written(self, kernel: Kernel) -> int:
-        return sum(self.size[root] for root in kernel.writes)
+        return sum(self.size[root] for root in self._writes(kernel))
 
     def _run(self, kernel: Kernel) -> None:
         self.ran.append(kernel)
@@ -106,6 +130,8 @@ class _ListScheduler:
             if not self.needs[node]:
                 del self.needs[node]
                 self.waiting[node] = self._gain_at_most(self.pools[node]), self.pools[node]
+        for total in self.sums.get(kernel.node, ()):
+            self._run(total)
 
 
 def made_early(execution: Execution, fusion: Fusion) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""In how many parts XLA:GPU sums up a matmul: parts that run side by side, each written for a kernel that adds them.
+"""In how many parts XLA:GPU sums up a matmul: side by side, each written for a kernel that adds them.
 
 It follows XLA's `splitk_rewriter` for Hopper, whose estimate weighs that more tiles keep more of the device busy
 against what the parts take to write and to read. The parts are what waits for readers, not their sum, unless a
@@ -7,8 +7,8 @@ reader is no kernel that XLA merges it into; so a matmul of few rows takes sever
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 
 from remat.core.graph import Graph, Op
 
@@ -40,7 +40,12 @@ def shape_of(graph: Graph, op: Op) -> Dimensions | None:
     batch = math.prod(left.shape[d] for d in op.contracts[2])
     if not count or not batch:
         return None
-    return batch, math.prod(left.shape) // (count * batch), math.prod(right.shape) // (count * batch), count
+    return (
+        batch,
+        math.prod(left.shape) // (count * batch),
+        math.prod(right.shape) // (count * batch),
+        count,
+    )
 
 
 def widths_of(graph: Graph, op: Op) -> tuple[tuple[int, int], int]:
@@ -52,7 +57,8 @@ def widths_of(graph: Graph, op: Op) -> tuple[tuple[int, int], int]:
     return (left, right), result
 
 
-def parts_of(dimensions: Dimensions, operand_bytes: Sequence[int], result_bytes: int) -> int:
+@functools.lru_cache(maxsize=4096)
+def parts_of(dimensions: Dimensions, operand_bytes: tuple[int, int], result_bytes: int) -> int:
     """Returns the number of parts, a power of two; 1 if the matmul is not split.
 
     Args:
@@ -64,7 +70,7 @@ def parts_of(dimensions: Dimensions, operand_bytes: Sequence[int], result_bytes:
 
 
 def _cost(
-    parts: int, dimensions: Dimensions, operand_bytes: Sequence[int], result_bytes: int
+    parts: int, dimensions: Dimensions, operand_bytes: tuple[int, int], result_bytes: int
 ) -> float:
     batch, rows, columns, count = dimensions
     tile = min(rows, _TILE) * min(columns, _TILE)

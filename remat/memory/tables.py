@@ -57,8 +57,8 @@ SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 
 # --- numbers ---
 
-# Matmuls that share an operand are merged if one has no more bytes of operands and result: the default of XLA's flag
-# `xla_gpu_dot_merger_threshold_mb`, as compiled: 63 MiB are merged, 64.02 are not.
+# Matmuls that share an operand are merged if one has no more bytes of operands and result: the default of XLA's
+# flag `xla_gpu_dot_merger_threshold_mb`, as compiled: 63 MiB are merged, 64.02 are not.
 MERGED_BYTES = 64 * 2**20
 # Of the others, "half and double": what predictions do where a number is half or twice as large, of the 68 cases of
 # `benchmarks.memory_model`, of which 65 lie within 10 % of what jax 0.10.2 compiles for an H200 and the median

@@ -13,7 +13,15 @@ __all__ = ["CONVOLUTION", "Traits", "traits_of", "workspace_bytes"]
 CONVOLUTION = "conv_general_dilated"
 
 _REDUCTIONS = frozenset(
-    {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor"}
+    {
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_xor",
+    }
 )
 _WARP = 32  # threads of a GPU's warp
 # `GpuHloCostAnalysis::HandleConcatenate`: a comparison and a branch; where the border of two operands may lie in a
