@@ -16,6 +16,7 @@ import remat
 from models import mlp
 from remat.core.graph import Graph
 from remat.memory.predict import buffers, peak_bytes, predict, predict_body
+from remat.memory.splits import parts_of
 from remat.planning.make import make_plan, with_loops
 from remat.plans.plan import LoopPlan
 from remat.plans.schedule import build_schedule, no_remat_saved
@@ -71,9 +72,12 @@ def test_random_bits_are_not_drawn_twice() -> None:
 
 
 def test_a_value_of_many_operands_is_written_once() -> None:
-    """A sum of five arrays, read by two kernels: reading it costs a fifth of reading them."""
+    """A sum of eight arrays, read by two kernels: reading it costs an eighth of reading them.
+
+    Of two or three it is not, for a kernel more takes as long as moving 4.8 MB.
+    """
     builder = GraphBuilder()
-    parts = [builder.input(BIG) for _ in range(5)]
+    parts = [builder.input(BIG) for _ in range(8)]
     total = builder.op("add", parts, BIG)
     y = builder.op("dot", [builder.op("add", [total, parts[0]], BIG)], BIG)
     ct = builder.cotangent(BIG)
@@ -573,7 +577,8 @@ def test_a_loop_needs_its_stacks_and_the_working_memory_of_one_iteration() -> No
     shapes = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
     plan = remat.plan(loss, *shapes, remat_policy="full")
     stack = 8 * 256 * 256 * 4
-    assert stack <= plan.peak_bytes <= stack + 6 * 256 * 256 * 4
+    parts = parts_of((1, 256, 256, 256), (4, 4), 4)
+    assert stack <= plan.peak_bytes <= stack + (3 + parts) * 256 * 256 * 4
     assert plan.peak_bytes == predict(plan.graph, plan.schedule, loops=plan.loops).peak_bytes
     assert plan.baseline_peak_bytes >= 2 * stack
 

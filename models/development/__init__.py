@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from models.development.layers import Factory
 from models.development.llama import llama_scan, llama_unrolled
-from models.development.science import message_passing, stencil
+from models.development.scans import attentive_gru, selective_scan
+from models.development.science import bodies, message_passing, stencil
 from models.development.sequence import gru_scan, lstm_unrolled, ode_scan, wavenet
 from models.development.transformers import albert, gpt_flax, mixture_of_experts
 from models.development.vision import densenet, diffusion_unet, vit
@@ -33,6 +34,9 @@ NETWORKS: dict[str, Factory] = {
         gru_scan,
         ode_scan,
         gpt_flax,
+        selective_scan,
+        attentive_gru,
+        bodies,
     )
 }
 """Every network by the name of its function."""

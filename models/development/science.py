@@ -1,4 +1,4 @@
-"""A simulation and a graph network: element-wise stencils, gathers and segment sums."""
+"""Two simulations and a graph network: stencils, pairs of bodies, gathers and segment sums."""
 
 from __future__ import annotations
 
@@ -51,6 +51,33 @@ def _laplacian(field: Array) -> Array:
     rows = jnp.roll(field, 1, axis=0) + jnp.roll(field, -1, axis=0)
     columns = jnp.roll(field, 1, axis=1) + jnp.roll(field, -1, axis=1)
     return rows + columns - 4 * field
+
+
+# --- bodies
+
+
+def bodies(small: bool = False) -> Case:
+    """6 steps of 1024 bodies that attract each other, every pair computed, float32.
+
+    `loss(positions, velocities, masses, targets)`: the mean squared error of the last positions `[N, 3]`.
+    """
+    count, steps = (6, 2) if small else (1024, 6)
+    places = shape(count, 3)
+
+    def loss(positions: Array, velocities: Array, masses: Array, targets: Array) -> Array:
+        for _ in range(steps):
+            velocities = velocities + 0.005 * _attraction(positions, masses)
+            positions = positions + 0.01 * velocities
+            velocities = velocities + 0.005 * _attraction(positions, masses)
+        return mean_square(positions, targets)
+
+    return loss, (places, places, shape(count), places)
+
+
+def _attraction(positions: Array, masses: Array) -> Array:
+    apart = positions[:, None] - positions[None]
+    squares = jnp.sum(apart * apart, axis=-1) + 0.01
+    return -jnp.sum(apart * (masses[None] * squares**-1.5)[..., None], axis=1)
 
 
 # --- message passing

@@ -21,6 +21,8 @@ from remat.memory.tables import (
     ADDITIONS,
     CODE_ADDITIONS,
     INDEX_BYTES,
+    MOST_PIECES,
+    PIECE,
     POOL_GRADIENT,
     RANDOM_ADDITIONS,
     SCATTERS,
@@ -269,6 +271,8 @@ class Builder:
     def _node(
         self, step: int, op: Op, ins: tuple[int, ...], outputs: tuple[int, ...] | None = None
     ) -> list[int]:
+        if op.contracts:
+            ins = self._pieces(op, ins)
         number = len(self.execution.nodes)
         random = op.random and op.kind == "RANDOM"
         working, trips = self.working.get(op.id, (None, 0))
@@ -294,6 +298,28 @@ class Builder:
             return self._split(step, number, op.outputs[0], parts)
         node.outs.extend(self._new(value, number) for value in outputs or op.outputs)
         return node.outs
+
+    def _pieces(self, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
+        """The operands of a matmul, of a concatenation its pieces where the matmul's kernel reads those."""
+        graph, instances, found = self.graph, self.execution.instances, list[int]()
+        for index, value, summed in zip(ins, op.inputs, op.contracts, strict=False):
+            producer, number = graph.values[value].producer, instances[index].producer
+            node = self.execution.nodes[number] if number >= 0 else None
+            if producer is None or node is None or node.name != "concatenate":
+                found.append(index)
+                continue
+            if node.op is not graph.ops[producer]:  # of the same shape, but reshaped
+                found.append(index)
+                continue
+            whole = graph.values[value].shape
+            pieces = [graph.values[instances[i].value].shape for i in node.ins]
+            axes = [axis for axis, size in enumerate(whole) if any(p[axis] != size for p in pieces)]
+            suits = len(axes) == 1 and axes[0] not in summed and len(pieces) <= MOST_PIECES
+            if suits and not any(piece[axes[0]] % PIECE for piece in pieces):
+                found += node.ins
+            else:
+                found.append(index)
+        return tuple(found)
 
     def _split(self, step: int, matmul: int, value: int, parts: int) -> list[int]:
         """The sum of a matmul's parts, which are a buffer of their own."""

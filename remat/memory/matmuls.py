@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, dependent
-from remat.memory.splits import PART_BYTES, parts_of, shape_of, widths_of
-from remat.memory.tables import MERGED_BYTES
+from remat.memory.splits import PART_BYTES, Dimensions, parts_of, shape_of, widths_of
+from remat.memory.tables import MERGED_BYTES, MOST_PIECES, PIECE
 from remat.memory.uses import live_nodes, users_of
 
 __all__ = ["Group", "join_matmuls", "merged_matmuls"]
@@ -135,7 +135,10 @@ class _Merger:
 
 
 def _split_as_one(execution: Execution, side: int, members: Sequence[int]) -> None:
-    """Gives the parts of matmuls the sizes that they have where they are multiplied as one."""
+    """Gives the parts of matmuls the sizes that they have where they are multiplied as one.
+
+    Where none of them is split alone, their product is taken not to be, either.
+    """
     nodes, instances = execution.nodes, execution.instances
     split = [number for number in members if number in execution.sums]
     if not split:
@@ -198,6 +201,11 @@ def _joined(order: list[Kernel], first: Kernel, second: Kernel) -> Kernel | None
     return late
 
 
+def _shape(execution: Execution, number: int) -> Dimensions | None:
+    op = execution.nodes[number].op
+    return None if op is None else shape_of(execution.graph, op)
+
+
 def _serves(kernel: Kernel, reader: Kernel) -> bool:
     return not reader.after.isdisjoint((kernel.node, *kernel.merged))
 
@@ -205,10 +213,17 @@ def _serves(kernel: Kernel, reader: Kernel) -> bool:
 def _concatenated(
     execution: Execution, fusion: Fusion, kernel: Kernel, side: int
 ) -> tuple[int, int]:
-    """The operands that differ, put together for the kernel; not what is made in place for it alone."""
+    """The operands that differ, put together for the kernel; not what is made in place for it alone.
+
+    A few of them, of suitable lengths, the kernel reads as they are.
+    """
     nodes, instances = execution.nodes, execution.instances
-    others = dict.fromkeys(nodes[n].ins[1 - side] for n in (kernel.node, *kernel.merged))
+    members = (kernel.node, *kernel.merged)
+    others = dict.fromkeys(nodes[n].ins[1 - side] for n in members)
+    lengths = [shape[2 - side] for n in members if (shape := _shape(execution, n)) is not None]
     copied = 0
+    if len(others) <= MOST_PIECES and not any(length % PIECE for length in lengths):
+        return nodes[kernel.node].ins[side], 0
     for index in others:
         producer = instances[index].producer
         made = nodes[producer] if producer >= 0 and instances[index].root == index else None

@@ -12,7 +12,7 @@ import math
 
 from remat.core.graph import Graph, Op
 
-__all__ = ["ELEMENTAL_PARTS", "PART_BYTES", "parts_of", "shape_of", "widths_of"]
+__all__ = ["ELEMENTAL_PARTS", "Dimensions", "PART_BYTES", "parts_of", "shape_of", "widths_of"]
 
 Dimensions = tuple[int, int, int, int]
 """Of a matmul: its batch, the rows of the first operand, the columns of the second, and how many are summed."""

@@ -23,8 +23,10 @@ __all__ = [
     "LAUNCH_BYTES",
     "MERGED_BYTES",
     "MOST_KERNELS",
+    "MOST_PIECES",
     "PARTS",
     "PICKS",
+    "PIECE",
     "POOL_GRADIENT",
     "RANDOM_ADDITIONS",
     "SAME_BUFFER",
@@ -60,6 +62,10 @@ SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 # Matmuls that share an operand are merged if one has no more bytes of operands and result: the default of XLA's
 # flag `xla_gpu_dot_merger_threshold_mb`, as compiled: 63 MiB are merged, 64.02 are not.
 MERGED_BYTES = 64 * 2**20
+# A matmul reads the pieces of a concatenation, which is not written for it, if there are no more of them, along a
+# dimension that is not summed over, each a multiple of so long (`kMaxParameterPerDotOperand` and
+# `kMinConcatFragmentSize` of XLA's `triton_fusion_analysis` and `triton_tiling_propagation`).
+MOST_PIECES, PIECE = 4, 64
 # Of the others, "half and double": what predictions do where a number is half or twice as large, of the 68 cases of
 # `benchmarks.memory_model`, of which 65 lie within 10 % of what jax 0.10.2 compiles for an H200 and the median
 # error is 1.5 % (`python -m benchmarks.memory_numbers`); and of 45 plans (min_cut, full, echo) for the toys of
