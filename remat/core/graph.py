@@ -348,7 +348,14 @@ class Graph:
             for v in data["values"]
         )
         ops = tuple(
-            Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
+            Op(
+                **{
+                    **op,
+                    "inputs": tuple(op["inputs"]),
+                    "outputs": tuple(op["outputs"]),
+                    "contracts": tuple(map(tuple, op.get("contracts", ()))),
+                }
+            )
             for op in data["ops"]
         )
         roots: dict[str, Any] = {name: tuple(data[name]) for name in _ROOTS}

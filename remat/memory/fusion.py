@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remat.core.buffers import KernelSizes, is_written
-from remat.memory.execution import Execution, Node
+from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.limits import splits, too_large
 from remat.memory.tables import (
     BYTES_PER_ADDITION,
@@ -23,7 +23,6 @@ from remat.memory.tables import (
     SCATTERS,
     SMALL_SHARE,
 )
-from remat.memory.uses import live_nodes, users_of
 
 __all__ = ["Fusion"]
 

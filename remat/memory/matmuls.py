@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from remat.memory.execution import Execution, Node
+from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, dependent
 from remat.memory.splits import PART_BYTES, Dimensions, parts_of, shape_of, widths_of
 from remat.memory.tables import MERGED_BYTES, MOST_PIECES, PIECE
-from remat.memory.uses import live_nodes, users_of
 
 __all__ = ["Group", "join_matmuls", "merged_matmuls"]
 

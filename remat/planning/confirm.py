@@ -29,6 +29,7 @@ from remat.policies.min_cut import LowMemory
 __all__ = ["UNCHANGED", "Bench", "BudgetKnob", "Made", "Setting", "confirmed"]
 
 _ANCHORS = 2  # plans of quick policies that are compiled before the search; the others only where nothing fits
+_ERROR = 0.1  # a prediction may be off by so much: what is predicted not to fit by less is compiled
 _TOLERANCE = 0.1
 """Share of a budget that may be left unused before another compile is spent. Bound: so much memory."""
 
@@ -102,12 +103,12 @@ class BudgetKnob(Generic[T]):
 
         Of all that fits the fastest is taken, so that what these take is never undercut by a larger budget's plan.
         They say besides how far predictions are off. Left out is what neither fits as predicted nor as predicted
-        and corrected by what `plain`, the program without rematerialization, was off.
+        and corrected by what `plain`, the program without rematerialization, was off, and that by a margin.
         """
         correction = plain.temp_bytes / max(plain.predicted_bytes, 1)
         for setting in self._quick[:_ANCHORS]:
             predicted_bytes = self.bench.plan(setting).peak_bytes
-            if min(1.0, correction) * predicted_bytes <= limit_bytes:
+            if (1 - _ERROR) * min(1.0, correction) * predicted_bytes <= limit_bytes:
                 yield self.bench.trial(setting)
 
     def at(self, target_bytes: int, low: T | None, high: T | None) -> T | None:
