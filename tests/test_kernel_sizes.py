@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import remat
 from remat.core.buffers import KernelSizes
+from remat.policies import Unchanged
 
 SIDE = 64
 NBYTES = 4 * SIDE * SIDE
@@ -91,3 +92,37 @@ def test_a_stencil_has_plans_of_less_memory() -> None:
     ours = jax.grad(remat.checkpoint(stencil(24), remat_policy=plan))(again)
     theirs = jax.grad(stencil(24))(again)
     assert jnp.allclose(ours, theirs, rtol=1e-5)
+
+
+def heat(u: jax.Array) -> jax.Array:
+    """Thirty steps, whose rate is dear to compute and is read in both passes."""
+    for _ in range(30):
+        u = u + 0.1 * jnp.sin(u) * (jnp.roll(u, 1) + jnp.roll(u, -1) - 2 * u)
+    return jnp.sum(u**2)
+
+
+def decayed_sums(rates: jax.Array, x: jax.Array) -> jax.Array:
+    """`y[t] = rate[t] * y[t - 1] + x[t]` by a parallel scan: of its levels the largest are never written."""
+
+    def after(
+        first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    _, y = jax.lax.associative_scan(after, (jax.nn.sigmoid(rates), jnp.tanh(x)))
+    return jnp.sum(y**2)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("policy", ["none", "min_cut", "full"])
+@pytest.mark.parametrize(
+    ("loss", "shapes"), [(heat, [(2**20,)]), (decayed_sums, [(1024, 16384), (1024, 16384)])]
+)
+def test_what_is_written_for_the_limit_is_what_saves_least(
+    loss: Callable[..., jax.Array], shapes: list[tuple[int, ...]], policy: str
+) -> None:
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    plan = remat.plan(loss, *args, remat_policy=Unchanged() if policy == "none" else policy)
+    wrapped = remat.checkpoint(loss, remat_policy=plan)
+    report = remat.compile_report(jax.grad(wrapped), *args, device="h200")
+    assert plan.peak_bytes == pytest.approx(report.temp_bytes, rel=0.25)

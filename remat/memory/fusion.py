@@ -118,10 +118,31 @@ class Fusion:
         return min(1.0, together + apart)
 
     def _choose(self) -> None:
-        """From the results back: a value's kernels are known once those of its readers are."""
-        nodes, results = self.execution.nodes, set(self.execution.results)
-        sizes: KernelSizes | None = KernelSizes()
+        nodes = self.execution.nodes
         written = [False] * len(nodes)
+        if not self._decide(written, KernelSizes()):
+            # Which values are written then is a question of all kernels; and of more kernels, more is.
+            for number in too_large(self, written):
+                written[number] = True
+            self.read_by.clear()
+            self.shares.clear()
+            self._decide(written, None)
+        for number, node in enumerate(nodes):
+            if written[number]:
+                for out in node.outs:
+                    self.is_buffer[out] = True
+
+    def _decide(self, written: list[bool], sizes: KernelSizes | None) -> bool:
+        """From the results back: a value's kernels are known once those of its readers are.
+
+        Args:
+            written: by node, whether its results are written; what is found to be is added.
+            sizes: None if kernels are known to be within XLA's limits.
+
+        Returns:
+            Whether they are.
+        """
+        nodes, results, fits = self.execution.nodes, set(self.execution.results), True
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if not self.live[number]:
@@ -130,7 +151,8 @@ class Fusion:
             readers = self.users[outs[0]] if len(outs) == 1 else self._readers(outs)
             kernels = self._union(self.kernels, readers)
             written[number] = (
-                is_written(not node.fusible or node.reduces, self._apart_from(outs, readers))
+                written[number]
+                or is_written(not node.fusible or node.reduces, self._apart_from(outs, readers))
                 or not results.isdisjoint(outs)
                 or (len(kernels) > 1 and self._written_once(node, kernels))
                 or not kernels
@@ -141,22 +163,10 @@ class Fusion:
                 if written[number]:
                     sizes.begin(number, splits(node))
                 elif not sizes.merge(number, splits(node), kernels, readers, self.moves):
-                    sizes = None  # which values are written then is a question of all of them
+                    sizes = None
+                    fits = False
             self._put(number, kernels)
-        if sizes is None:
-            for number in too_large(self, written):
-                written[number] = True
-            for number in range(len(nodes) - 1, -1, -1):
-                if self.live[number]:
-                    readers = self._readers(nodes[number].outs)
-                    own = frozenset((number,))
-                    self._put(
-                        number, own if written[number] else self._union(self.kernels, readers)
-                    )
-        for number, node in enumerate(nodes):
-            if written[number]:
-                for out in node.outs:
-                    self.is_buffer[out] = True
+        return fits
 
     def _put(self, number: int, kernels: frozenset[int]) -> None:
         """Makes a node part of kernels."""
