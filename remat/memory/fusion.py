@@ -3,9 +3,9 @@
 A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is merged
 with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
 gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer only if several kernels read
-it and writing it once takes less time than making it in each of them. Kernels of one size that do not depend on one
-another count as one: XLA merges them into a kernel with several results. It follows XLA's `priority_fusion` and
-`multi_output_fusion`.
+it and writing it once takes less time than making it, or the part they need, in each of them; or if kernels would be
+larger than XLA makes them (`limits`). Kernels of one size that do not depend on one another count as one: XLA merges
+them into a kernel with several results. It follows XLA's `priority_fusion` and `multi_output_fusion`.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ class Fusion:
                 )
                 for kernel in kernels
             ]
-            # What takes arithmetic is not made again for that: kernels that have some already take longer with it.
+            # Where making it again is a matter of arithmetic, kernels that have some of their own take longer with
+            # it than alone, which outweighs the launch: so was seen of `tanh` in MLPs and GPTs.
             return _pays(nbytes, work, reads, again, LAUNCH_BYTES if work <= reads else 0.0)
 
         if not pays(list(kernels)):

@@ -1,0 +1,89 @@
+"""What a trace tells of XLA's kernels beyond an operator's class: short reductions, concatenations, matmuls."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat
+from remat.core.graph import Graph, Op
+from remat.memory.predict import buffers
+from remat.policies import Unchanged
+
+
+def op_named(graph: Graph, name: str) -> Op:
+    return next(op for op in graph.ops if op.name == name)
+
+
+def reduction(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Graph, Op]:
+    """The graph of a function that reads a reduction in both passes, and the reduction."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jnp.sum(x, axes)))
+
+    graph = remat.plan(
+        loss, jax.ShapeDtypeStruct(shape, jnp.float32), remat_policy=Unchanged()
+    ).graph
+    return graph, op_named(graph, "reduce_sum")
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "is_short"),
+    [
+        ((4096, 3), (1,), True),  # rows shorter than a warp,
+        ((4096, 4), (1,), False),  # unless several fill one
+        ((4096, 31), (1,), True),
+        ((4096, 33), (1,), False),
+        ((31, 4096), (0,), True),  # columns shorter than a warp,
+        ((33, 4096), (0,), False),
+        ((60, 16), (0,), True),  # or than a few, if there are not many of them
+        ((60, 64), (0,), False),
+        ((200, 2), (0,), True),
+        ((300, 2), (0,), False),
+        ((5, 4096, 7), (0, 2), True),  # rows of parts that are not next to one another
+        ((5, 4096, 64), (0, 2), False),
+        ((9, 1, 4096, 1), (0, 1), True),  # dimensions of one do not count
+        ((4096,), (0,), False),  # all of it
+        ((8, 5, 4096, 7), (0, 2), False),  # neither what is summed nor what is left is in one piece
+    ],
+)
+def test_a_trace_tells_which_reductions_are_made_where_they_are_read(
+    shape: tuple[int, ...], axes: tuple[int, ...], is_short: bool
+) -> None:
+    _, op = reduction(shape, axes)
+    assert op.elemental is is_short
+    count = math.prod(shape[axis] for axis in axes)
+    assert op.additions == (count - 1 if is_short else 0)
+
+
+@pytest.mark.parametrize(("columns", "is_written"), [(3, False), (64, True)])
+def test_a_short_reduction_is_no_buffer(columns: int, is_written: bool) -> None:
+    graph, op = reduction((2**20, columns), (1,))
+    assert (buffers(graph)[op.outputs[0]] > 0) is is_written
+
+
+@pytest.mark.parametrize(
+    ("first", "along", "additions"),
+    [((64, 48), 1, 400), ((64, 96), 1, 6), ((48, 64), 0, 6), ((2, 33, 8), 1, 400)],
+)
+def test_a_concatenation_whose_border_is_in_a_warp_is_dear(
+    first: tuple[int, ...], along: int, additions: int
+) -> None:
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.concatenate([x, y], along) ** 2)
+
+    args = [jax.ShapeDtypeStruct(first, jnp.float32)] * 2
+    graph = remat.plan(loss, *args, remat_policy=Unchanged()).graph
+    assert op_named(graph, "concatenate").additions == additions
+
+
+def test_a_matmul_tells_what_it_sums_over() -> None:
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.einsum("bij,bkj->bik", x, y) ** 2)
+
+    args = [jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)] * 2
+    graph = remat.plan(loss, *args, remat_policy=Unchanged()).graph
+    assert op_named(graph, "dot_general").contracts == ((2,), (2,), (0,), (0,))
