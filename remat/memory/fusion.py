@@ -3,9 +3,9 @@
 A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is merged
 with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
 gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer only if several kernels read
-it and writing it once takes less time than making it, or the part they need, in each of them; or if kernels would be
-larger than XLA makes them (`limits`). Kernels of one size that do not depend on one another count as one: XLA merges
-them into a kernel with several results. It follows XLA's `priority_fusion` and `multi_output_fusion`.
+it and writing it once takes less time than making it, or the part that is needed, in each of them; or if kernels
+would be larger than XLA makes them (`limits`). Kernels of one size that do not depend on one another count as one:
+XLA merges them into a kernel with several results. It follows XLA's `priority_fusion` and `multi_output_fusion`.
 """
 
 from __future__ import annotations
