@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remat
+from models.cases import materialize
+from models.development import NETWORKS
 from remat.core.buffers import KernelSizes
 from remat.policies import Unchanged
 
@@ -84,14 +86,22 @@ def test_every_step_of_a_stencil_is_a_buffer(steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.gpu_compile
 def test_a_stencil_has_plans_of_less_memory() -> None:
-    u = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
-    plan = remat.plan(stencil(24), u, remat_policy="ilp", budget=0.4, confirm=False)
-    assert plan.peak_bytes <= 0.4 * plan.baseline_peak_bytes
-    again = jnp.linspace(0.0, 0.2, SIDE * SIDE).reshape(SIDE, SIDE)
-    ours = jax.grad(remat.checkpoint(stencil(24), remat_policy=plan))(again)
-    theirs = jax.grad(stencil(24))(again)
-    assert jnp.allclose(ours, theirs, rtol=1e-5)
+    """Gray-Scott's, as the compiler sees it, too; the sums of `stencil` above have none that takes less."""
+    loss, args = NETWORKS["stencil"]()
+    plan = remat.plan(loss, *args, remat_policy="ilp", budget=0.6, confirm=False)
+    assert plan.peak_bytes <= 0.6 * plan.baseline_peak_bytes
+    planned = remat.checkpoint(loss, remat_policy=plan)
+    report = remat.compile_report(jax.grad(planned), *args, device="h200")
+    assert report.temp_bytes == pytest.approx(plan.peak_bytes, rel=0.1)
+    values = materialize(args)
+    for ours, theirs in zip(
+        jax.tree.leaves(jax.grad(planned)(*values)),
+        jax.tree.leaves(jax.grad(loss)(*values)),
+        strict=True,
+    ):
+        assert jnp.allclose(ours, theirs, rtol=1e-4, atol=1e-6 * float(jnp.max(jnp.abs(theirs))))
 
 
 def heat(u: jax.Array) -> jax.Array:
