@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from dataclasses import replace
@@ -59,7 +58,7 @@ def within() -> Plan:
     """A plan whose policy counts more than the kernels show."""
     function, args = cases.gpt_tiny()
     plan = remat.plan(function, *args, remat_policy="ilp", budget=0.6, confirm=False)
-    return dataclasses.replace(plan, peak_bytes=plan.peak_bytes + 4096)
+    return replace(plan, peak_bytes=plan.peak_bytes + 4096)
 
 
 PLANS = ("plan", "looped", "within")

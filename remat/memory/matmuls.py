@@ -37,6 +37,7 @@ def merged_matmuls(execution: Execution) -> list[Group]:
 class _Merger:
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
+        self.live = live_nodes(execution)
         self.size: dict[int, int] = {}  # by matmul: bytes of its operands and results
         self.members: dict[int, list[int]] = {}  # by matmul that stands for several, in order
         self.own: dict[int, int] = {}  # by matmul: its bit, or those of all that it stands for
@@ -65,10 +66,9 @@ class _Merger:
         for itself, and only later sees to be one.
         """
         execution = self.execution
-        live = live_nodes(execution)
         found: dict[tuple[bool, int, int, Hashable], list[int]] = defaultdict(list)
         for number, node in enumerate(execution.nodes):
-            if live[number] and node.name == "dot_general" and len(node.ins) == 2:
+            if self.live[number] and node.name == "dot_general" and len(node.ins) == 2:
                 self.size[number] = sum(self._whole_bytes(i) for i in (*node.ins, *node.outs))
                 for side in (0, 1):
                     turned, rest = self._shared(node, side)
@@ -103,7 +103,7 @@ class _Merger:
         if not matmuls:
             return
         execution = self.execution
-        users = users_of(execution, live_nodes(execution))
+        users = users_of(execution, self.live)
         self.own = {number: 1 << place for place, number in enumerate(sorted(matmuls))}
         after = [0] * len(execution.nodes)
         for number in range(len(after) - 1, -1, -1):

@@ -97,9 +97,8 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
     written = {instances[index].root for index in execution.results}
     sliced: list[Range] = []
     for i, kernel in enumerate(order):
-        if (
-            kernel.is_joined
-        ):  # its results are slices of one buffer; what the program returns is copied out of it
+        # Its results are slices of one buffer; what the program returns is copied out of it.
+        if kernel.is_joined:
             till = max(end[out] for out in kernel.writes)
             end.update(dict.fromkeys(kernel.writes, till))
             sliced += [

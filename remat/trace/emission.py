@@ -89,9 +89,9 @@ def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     if not any(reduced) or not any(kept) or not (_is_together(reduced) or _is_together(kept)):
         return False
     if reduced[-1]:
-        row = math.prod(dim for dim, flag in _last(sizes, reduced) if flag)
+        row = _minor(sizes, reduced)
         return row < _WARP and _WARP % row != 0
-    minor = math.prod(dim for dim, flag in _last(sizes, kept) if flag)
+    minor = _minor(sizes, kept)
     column = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
     return any(
         column < times * _WARP and minor < few
@@ -105,10 +105,9 @@ def _is_together(flags: list[bool]) -> bool:
     return all(flags[first : last + 1])
 
 
-def _last(sizes: list[int], flags: list[bool]) -> list[tuple[int, bool]]:
-    """The last dimensions, as many as have their flag set without a gap."""
-    count = flags[::-1].index(False) if False in flags else len(flags)
-    return list(zip(sizes, flags, strict=True))[len(sizes) - count :]
+def _minor(sizes: list[int], flags: list[bool]) -> int:
+    """The elements of the last dimensions, as many as have their flag set without a gap; some has it not."""
+    return math.prod(sizes[len(sizes) - flags[::-1].index(False) :])
 
 
 def _is_dilated(eqn: Any) -> bool:
