@@ -9,6 +9,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -643,3 +645,16 @@ def test_published_optimum(name: str, ratio: float, extra: float) -> None:
     check(problem, budget, solved)
     assert solved.extra_cost == extra
     assert solved.status == ("optimal" if math.isfinite(extra) else "infeasible")
+
+
+def test_the_solver_prints_nothing() -> None:
+    """From C++, past `sys.stdout`: in front of a plan that is printed as JSON it would be no JSON."""
+    code = """
+from remat.policies.exact.highs import run_lp, run_mip
+from remat.policies.exact.rows import Rows
+rows = Rows()
+rows.row([(rows.column(cost=-1.0, integral=True), 2.0)], upper=1.0)
+assert run_mip(rows).objective == 0 and run_lp(rows).bound <= -0.4
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -74,10 +74,25 @@ class _Interrupt:
         return self.stopped
 
 
+class _Quiet(highspy.Highs):
+    """Prints nothing: a plan that is printed as JSON is nothing but JSON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._silence()  # of versions that do not enable callbacks when made
+
+    def enableCallbacks(self) -> None:
+        """Versions from 1.16 on call it when made, and with that print their licence."""
+        self._silence()
+        super().enableCallbacks()
+
+    def _silence(self) -> None:
+        # Not `output_flag=False`, which silences the progress callback too.
+        self.setOptionValue("log_to_console", False)
+
+
 def _solver(seconds: float) -> highspy.Highs:
-    highs = highspy.Highs()
-    # Not `output_flag=False`, which silences the progress callback too.
-    highs.setOptionValue("log_to_console", False)
+    highs = _Quiet()
     highs.setOptionValue("time_limit", max(float(seconds), 0.0))
     highs.setOptionValue("threads", 1)  # plans do not depend on how many cores there are
     return highs

@@ -25,14 +25,14 @@ The differences are on purpose: to give all of them one variant would change pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Protocol
 
 from remat.core.graph import Graph, Op
+from remat.core.kernel_limits import Merging, splits_code, too_large
 
 __all__ = [
-    "KernelSizes",
-    "splits_code",
+    "PARTS",
     "ends_kernel",
     "fused_values",
     "is_written",
@@ -46,9 +46,8 @@ __all__ = [
 # kernel that reads that anyway. `benchmarks.coarsening` holds the choice against others.
 _MOVES_MADE_TWICE, _MOVES_WRITTEN = 2, 3
 
-# XLA's own numbers and operators (`gpu_hlo_cost_analysis.h`, `ElementalIrEmitter::OpInvalidatesCache`).
-MOST_SPLITS, MOST_INSTRUCTIONS = 10, 10_000
-_SPLITS = frozenset({"concatenate", "pad", "dynamic_update_slice"})
+# Operators that read of their first operand no more than their result has.
+PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
 
 
 class _Fusing(Protocol):
@@ -73,75 +72,6 @@ def is_written(ends_kernel: bool, readers: Iterable[_Fusing]) -> bool:
 def ends_kernel(op: Op) -> bool:
     """Whether XLA merges an operator with nothing that reads its results; with what it reads it may."""
     return not op.fusible or (op.kind == "REDUCTION" and not op.elemental)
-
-
-def splits_code(name: str, kind: str) -> bool:
-    """Whether XLA begins a branch or a loop for an operator, after which nothing made before is there."""
-    return name in _SPLITS or kind == "REDUCTION"
-
-
-class KernelSizes:
-    """How large kernels become as operators are merged into them, from their last operator back.
-
-    XLA emits an operator in a kernel once per place at which its readers want it: element-wise readers that want
-    the same element share it, one that moves elements (a slice, a transposition) wants another. What `splits_code`
-    doubles it. XLA's GPU compiler does not merge what would have more than 10 of these in one kernel, or more than
-    10,000 instructions (`GpuHloCostAnalysis::ProducerConsumerMergedTooLarge`): two steps of a stencil are two
-    kernels, since the first would be made for each of five neighbours.
-
-    Operators are numbers; a kernel is known by its last.
-    """
-
-    def __init__(self) -> None:
-        self._instructions: dict[int, int] = {}  # by kernel
-        self._splits: dict[int, int] = {}
-        # By operator and kernel: the readers at whose places it is emitted, and how often that is.
-        self._places: dict[tuple[int, int], frozenset[int]] = {}
-        self._times: dict[tuple[int, int], int] = {}
-
-    def begin(self, kernel: int, splits: bool) -> None:
-        """An operator becomes the last of a kernel; `splits`: see `splits_code`."""
-        self._instructions[kernel], self._splits[kernel] = 1, int(splits)
-        self._places[kernel, kernel], self._times[kernel, kernel] = frozenset((kernel,)), 1
-
-    def merge(
-        self,
-        op: int,
-        splits: bool,
-        kernels: Collection[int],
-        readers: Collection[int],
-        moves: Callable[[int], bool],
-    ) -> bool:
-        """Merges an operator into all kernels that its readers are in, unless one becomes too large.
-
-        Args:
-            op: the operator.
-            splits: see `splits_code`.
-            kernels: the last operator of each.
-            readers: of its results, all merged before.
-            moves: whether a reader reads other elements than it makes.
-
-        Returns:
-            Whether it was merged.
-        """
-        merged: list[tuple[int, set[int], int]] = []
-        for kernel in kernels:
-            places: set[int] = set()
-            for reader in readers:
-                own = self._places.get((reader, kernel))
-                if own is not None:
-                    places.update((reader,) if moves(reader) else own)
-            times = sum([self._times[reader, kernel] for reader in places])
-            all_splits = self._splits[kernel] + times * splits
-            instructions = self._instructions[kernel] + times
-            if all_splits > MOST_SPLITS or instructions << all_splits > MOST_INSTRUCTIONS:
-                return False
-            merged.append((kernel, places, times))
-        for kernel, places, times in merged:
-            self._splits[kernel] += times * splits
-            self._instructions[kernel] += times
-            self._places[op, kernel], self._times[op, kernel] = frozenset(places), times
-        return True
 
 
 def fused_values(graph: Graph) -> frozenset[int]:
@@ -211,37 +141,44 @@ def kernel_results(graph: Graph, live: Collection[int], kept: Container[int]) ->
 
 
 def _too_large(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
-    """Values not written yet that XLA does not merge into the kernels of their phase that read them."""
-    ops, sizes = graph.ops, KernelSizes()
-    kernels: dict[int, frozenset[int]] = {}
-    found: set[int] = set()
+    """Values not written yet that XLA does not merge into the kernels of their phase that read them.
 
-    def moves(reader: int) -> bool:
-        return ops[reader].kind == "VIEW"
+    What the other phase reads is kept, or made again there: that is the plan's choice.
+    """
+    ops, values = graph.ops, graph.values
+    merging = Merging(
+        outs=[op.outputs for op in ops],
+        ins=[op.inputs for op in ops],
+        readers=[
+            [
+                user
+                for user in users
+                if user in live
+                and (producer := values[value].producer) is not None
+                and ops[user].phase == ops[producer].phase
+            ]
+            for value, users in enumerate(graph.users)
+        ],
+        nbytes=[value.nbytes for value in values],
+        splits=[splits_code(op.name, op.kind) for op in ops],
+        part=lambda value, reader: _part(graph, value, ops[reader]),
+        moves=lambda reader: ops[reader].kind == "VIEW",
+    )
+    written = [
+        not buffers.isdisjoint(op.outputs)
+        or not any(merging.readers[value] for value in op.outputs)
+        for op in ops
+    ]
+    found = too_large(merging, [op.id in live for op in ops], written)
+    return {value for number in found for value in ops[number].outputs}
 
-    for op in reversed(ops):
-        if op.id not in live:
-            continue
-        splits = splits_code(op.name, op.kind)
-        readers = [
-            user
-            for value in op.outputs
-            for user in graph.users[value]
-            if user in live and ops[user].phase == op.phase
-        ]
-        into = frozenset[int]().union(*(kernels[reader] for reader in readers))
-        if (
-            into
-            and buffers.isdisjoint(op.outputs)
-            and sizes.merge(op.id, splits, into, readers, moves)
-        ):
-            kernels[op.id] = into
-            continue
-        if into:
-            found.update(op.outputs)
-        sizes.begin(op.id, splits)
-        kernels[op.id] = frozenset((op.id,))
-    return found - buffers
+
+def _part(graph: Graph, value: int, reader: Op) -> float:
+    """The share of a value's elements that a reader takes."""
+    if reader.name not in PARTS or reader.inputs[0] != value:
+        return 1.0
+    taken = sum(graph.values[out].nbytes for out in reader.outputs)
+    return min(1.0, taken / max(graph.values[value].nbytes, 1))
 
 
 def _dear(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:

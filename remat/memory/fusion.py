@@ -4,22 +4,22 @@ A result of a matmul, convolution, loop, scatter or unknown operator is a buffer
 with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
 gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer only if several kernels read
 it and writing it once takes less time than making it, or the part that is needed, in each of them; or if kernels
-would be larger than XLA makes them (`limits`). Kernels of one size that do not depend on one another count as one:
-XLA merges them into a kernel with several results. It follows XLA's `priority_fusion` and `multi_output_fusion`.
+would be larger than XLA makes them (`remat.core.kernel_limits`). Kernels of one size that do not depend on one
+another count as one: XLA merges them into a kernel with several results. It follows XLA's `priority_fusion` and
+`multi_output_fusion`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.core.buffers import KernelSizes, is_written
+from remat.core.buffers import PARTS, is_written
+from remat.core.kernel_limits import KernelSizes, Merging, splits_code, too_large
 from remat.memory.execution import Execution, Node, live_nodes, users_of
-from remat.memory.limits import splits, too_large
 from remat.memory.tables import (
     BYTES_PER_ADDITION,
     LAUNCH_BYTES,
     MOST_KERNELS,
-    PARTS,
     SCATTERS,
     SMALL_SHARE,
 )
@@ -122,7 +122,7 @@ class Fusion:
         written = [False] * len(nodes)
         if not self._decide(written, KernelSizes()):
             # Which values are written then is a question of all kernels; and of more kernels, more is.
-            for number in too_large(self, written):
+            for number in too_large(self._merging(), self.live, written):
                 written[number] = True
             self.read_by.clear()
             self.shares.clear()
@@ -161,12 +161,24 @@ class Fusion:
                 kernels = frozenset((number,))
             if sizes is not None:
                 if written[number]:
-                    sizes.begin(number, splits(node))
-                elif not sizes.merge(number, splits(node), kernels, readers, self.moves):
+                    sizes.begin(number, _splits(node))
+                elif not sizes.merge(number, _splits(node), kernels, readers, self.moves):
                     sizes = None
                     fits = False
             self._put(number, kernels)
         return fits
+
+    def _merging(self) -> Merging:
+        nodes, instances = self.execution.nodes, self.execution.instances
+        return Merging(
+            outs=[node.outs for node in nodes],
+            ins=[node.ins for node in nodes],
+            readers=self.users,
+            nbytes=[instance.nbytes for instance in instances],
+            splits=[_splits(node) for node in nodes],
+            part=self.part,
+            moves=self.moves,
+        )
 
     def _put(self, number: int, kernels: frozenset[int]) -> None:
         """Makes a node part of kernels."""
@@ -280,6 +292,11 @@ class Fusion:
                     reach[number] = bits
             self._reach = reach
         return self._reach
+
+
+def _splits(node: Node) -> bool:
+    """Whether a node begins a branch or a loop in a kernel, see `remat.core.kernel_limits.splits_code`."""
+    return node.op is not None and splits_code(node.op.name, node.op.kind)
 
 
 def _pays(

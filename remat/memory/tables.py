@@ -24,7 +24,6 @@ __all__ = [
     "MERGED_BYTES",
     "MOST_KERNELS",
     "MOST_PIECES",
-    "PARTS",
     "PICKS",
     "PIECE",
     "POOL_GRADIENT",
@@ -47,8 +46,6 @@ SAME_BUFFER = primitives_with(Trait.SAME_BUFFER)
 DETERMINED = primitives_with(Trait.DETERMINED)
 # Operators that take a part of an array which their result type does not tell.
 PICKS = frozenset({"slice", "split", "pad"})
-# Operators that read of their operand no more than their result has.
-PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
 # Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.
 COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
