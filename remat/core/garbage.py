@@ -1,4 +1,4 @@
-"""Without garbage collection, for code that makes many objects and no cycles of them."""
+"""Without garbage collection, for code that makes many objects and few cycles of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["without_collection"]
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Turns garbage collection off meanwhile: looking for cycles takes a third of the time of a prediction."""
+    """Turns garbage collection off meanwhile: looking for cycles takes a third of the time of a prediction.
+
+    Planning 96 blocks of a GPT, the whole process takes 0.6 GB without any.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

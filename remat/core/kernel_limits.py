@@ -7,7 +7,7 @@ associative scan the small ones, not the padded arrays that are as large as the 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["KernelSizes", "Merging", "splits_code", "too_large"]
@@ -37,14 +37,13 @@ class KernelSizes:
     def __init__(self) -> None:
         self._instructions: dict[int, int] = {}  # by kernel
         self._splits: dict[int, int] = {}
-        # By operator and kernel: the readers at whose places it is emitted, and how often that is.
-        self._places: dict[tuple[int, int], frozenset[int]] = {}
-        self._times: dict[tuple[int, int], int] = {}
+        # By operator and kernel: the readers at whose places it is emitted, and how often that is in all.
+        self._emitted: dict[int, Mapping[int, tuple[frozenset[int], int]]] = {}
 
     def begin(self, kernel: int, splits: bool) -> None:
         """An operator becomes the last of a kernel; `splits`: see `splits_code`."""
         self._instructions[kernel], self._splits[kernel] = 1, int(splits)
-        self._places[kernel, kernel], self._times[kernel, kernel] = frozenset((kernel,)), 1
+        self._emitted[kernel] = {kernel: (frozenset((kernel,)), 1)}
 
     def merge(
         self,
@@ -66,24 +65,39 @@ class KernelSizes:
         Returns:
             Whether it was merged.
         """
-        merged: list[tuple[int, set[int], int]] = []
-        for kernel in kernels:
-            places: set[int] = set()
-            for reader in readers:
-                own = self._places.get((reader, kernel))
-                if own is not None:
-                    places.update((reader,) if moves(reader) else own)
-            times = sum([self._times[reader, kernel] for reader in places])
+        emitted = self._emission(kernels, readers, moves)
+        sizes: list[tuple[int, int, int]] = []
+        for kernel, (_, times) in emitted.items():
             all_splits = self._splits[kernel] + times * splits
             instructions = self._instructions[kernel] + times
             if all_splits > MOST_SPLITS or instructions << all_splits > MOST_INSTRUCTIONS:
                 return False
-            merged.append((kernel, places, times))
-        for kernel, places, times in merged:
-            self._splits[kernel] += times * splits
-            self._instructions[kernel] += times
-            self._places[op, kernel], self._times[op, kernel] = frozenset(places), times
+            sizes.append((kernel, all_splits, instructions))
+        for kernel, all_splits, instructions in sizes:
+            self._splits[kernel], self._instructions[kernel] = all_splits, instructions
+        self._emitted[op] = emitted
         return True
+
+    def _emission(
+        self, kernels: Collection[int], readers: Collection[int], moves: Callable[[int], bool]
+    ) -> Mapping[int, tuple[frozenset[int], int]]:
+        if len(readers) == 1:
+            (reader,) = readers
+            own = self._emitted[reader]
+            if not moves(reader):
+                return own  # at the same places
+            at = frozenset((reader,))
+            return {kernel: (at, times) for kernel, (_, times) in own.items()}
+        found: dict[int, tuple[frozenset[int], int]] = {}
+        for kernel in kernels:
+            places: frozenset[int] = frozenset()
+            for reader in readers:
+                own = self._emitted[reader].get(kernel)
+                if own is not None:
+                    places |= frozenset((reader,)) if moves(reader) else own[0]
+            times = sum([self._emitted[place][kernel][1] for place in places])
+            found[kernel] = places, times
+        return found
 
 
 @dataclass(frozen=True)

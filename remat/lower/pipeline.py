@@ -16,6 +16,7 @@ import jax
 
 from remat import compat
 from remat.core.errors import BudgetError
+from remat.core.garbage import without_collection
 from remat.core.graph import Graph, Implementations, Op, Site
 from remat.planning.make import with_loops
 from remat.planning.opaque import warn_of_opaque
@@ -78,6 +79,7 @@ MakesBody = Callable[..., BodyFunction]
 """Makes a body of its program, its planner and the other fields of its room."""
 
 
+@without_collection()
 def plan_room(
     room: Room,
     inputs: Sequence[Any],

@@ -15,6 +15,7 @@ from remat.core.deadline import now, out_of_time
 from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.core.interrupt import ended, interrupted, raise_interrupt, say
+from remat.memory.predict import predict
 from remat.planning.make import make_plan, plan_from_saved
 from remat.planning.numbers import ATTEMPTS, MARGIN, SLACK, STEP
 from remat.planning.resort import (
@@ -26,7 +27,7 @@ from remat.planning.resort import (
 from remat.planning.time_limit import TimeLimit
 from remat.plans.plan import Plan
 from remat.policies import Policy
-from remat.policies.base import BudgetPolicy, describe_options
+from remat.policies.base import BudgetPolicy, Decision, describe_options
 
 __all__ = ["Within", "plan_within", "program_cost"]
 
@@ -100,9 +101,10 @@ class Within:
 
     def asked(self) -> Plan | None:
         """Returns what the policy makes that fits, or the program as it is if that fits."""
-        plain = unchanged_plan(self.graph, self.policy)
-        if plain.peak_bytes <= self.budget_bytes:
-            return self._finished(self._freely(plain))
+        if predict(self.graph).peak_bytes <= self.budget_bytes:
+            plain = unchanged_plan(self.graph, self.policy)
+            if plain.peak_bytes <= self.budget_bytes:
+                return self._finished(self._freely(plain))
         if self.margin:  # half of the time, so that what fits without it is found, too
             self.offered.run(int((1 - self.margin) * self.budget_bytes), self.limit.part(2))
         if self.offered.best is None:
@@ -177,6 +179,7 @@ class _Offers:
         self.barriers = barriers
         self.best: Plan | None = None
         self.smallest: Plan | None = None
+        self._made: dict[Decision, Plan] = {}
 
     def run(self, aim_bytes: int, limit: TimeLimit) -> None:
         """Fills `best` and `smallest`; `aim_bytes` is what the prediction should come close to."""
@@ -214,22 +217,32 @@ class _Offers:
         Raises:
             BudgetError: the policy's own.
         """
-        decision = limit.decide_within(self.graph, target)
-        policy = self.policy
-        plan = plan_from_saved(
-            self.graph,
-            decision,
-            policy_name=policy.name,
-            options=describe_options(policy),
-            barriers=self.barriers,
-            device=policy.device,
-        )
+        plan = self._plan_of(limit.decide_within(self.graph, target))
         if plan.peak_bytes <= aim_bytes:
             if self.best is None or program_cost(plan) < program_cost(self.best):
                 self.best = plan
         elif self.smallest is None or plan.peak_bytes < self.smallest.peak_bytes:
             self.smallest = plan
         return plan
+
+    def _plan_of(self, decision: Decision) -> Plan:
+        policy = self.policy
+        decided = replace(decision, status="heuristic", certificate=None, notes=())
+        if decided not in self._made:
+            self._made[decided] = plan_from_saved(
+                self.graph,
+                decided,
+                policy_name=policy.name,
+                options=describe_options(policy),
+                barriers=self.barriers,
+                device=policy.device,
+            )
+        return replace(
+            self._made[decided],
+            status=decision.status,
+            certificate=decision.certificate,
+            notes=decision.notes,
+        )
 
 
 def program_cost(plan: Plan) -> float:
