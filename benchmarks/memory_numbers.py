@@ -36,12 +36,9 @@ __all__ = ["NUMBERS", "changed", "main"]
 
 RESULTS = Path(__file__).with_name("results") / "memory_model_h200.json"
 NUMBERS: tuple[str, ...] = (
-    "RANDOM_ADDITIONS",
-    "CODE_ADDITIONS",
-    "BYTES_PER_ADDITION",
+    "CODE_CYCLES",
     "SMALL_SHARE",
     "FAR",
-    "MOST_KERNELS",
     "TINY_SHARE",
 )
 _READERS = (fusion, instances, kernels, order, places)

@@ -25,14 +25,15 @@ The differences are on purpose: to give all of them one variant would change pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container, Iterable
 from typing import Protocol
 
 from remat.core.graph import Graph, Op
-from remat.core.kernel_limits import Merging, splits_code, too_large
+from remat.core.kernel_work import CYCLE_BYTES, cycles_of, splits_code, times_read
+from remat.core.priority_fusion import Program, written
 
 __all__ = [
-    "PARTS",
     "ends_kernel",
     "fused_values",
     "is_written",
@@ -45,9 +46,6 @@ __all__ = [
 # kernel that writes it and by two that read it. That the one that writes it reads, too, is left out: it mostly is a
 # kernel that reads that anyway. `benchmarks.coarsening` holds the choice against others.
 _MOVES_MADE_TWICE, _MOVES_WRITTEN = 2, 3
-
-# Operators that read of their first operand no more than their result has.
-PARTS = frozenset({"slice", "split", "dynamic_slice", "gather"})
 
 
 class _Fusing(Protocol):
@@ -137,48 +135,48 @@ def kernel_results(graph: Graph, live: Collection[int], kept: Container[int]) ->
             if value in roots or value in kept or (users and is_written(ends, users)):
                 found.add(value)
     found |= _dear(graph, live, found)
-    return found | _too_large(graph, live, found)
+    return found | _left(graph, live, found)
 
 
-def _too_large(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
-    """Values not written yet that XLA does not merge into the kernels of their phase that read them.
+def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
+    """Values not written yet that XLA leaves in memory, where only readers of their own phase are asked.
 
     What the other phase reads is kept, or made again there: that is the plan's choice.
     """
     ops, values = graph.ops, graph.values
-    merging = Merging(
+    sizes = [math.prod(value.shape) for value in values]
+    readers: list[list[int]] = []
+    for value, users in enumerate(graph.users):
+        maker = values[value].producer
+        phase = None if maker is None else ops[maker].phase
+        readers.append([user for user in users if user in live and ops[user].phase == phase])
+
+    def part(value: int, reader: int) -> float:
+        op = ops[reader]
+        made = sum(sizes[out] for out in op.outputs)
+        return times_read(op, sizes[value], made, first=op.inputs[0] == value)
+
+    def work(op: Op) -> float:
+        around = op.inputs if ends_kernel(op) else op.outputs
+        return cycles_of(op) * max([sizes[value] for value in around], default=0) * CYCLE_BYTES
+
+    program = Program(
         outs=[op.outputs for op in ops],
         ins=[op.inputs for op in ops],
-        readers=[
-            [
-                user
-                for user in users
-                if user in live
-                and (producer := values[value].producer) is not None
-                and ops[user].phase == ops[producer].phase
-            ]
-            for value, users in enumerate(graph.users)
-        ],
+        readers=readers,
         nbytes=[value.nbytes for value in values],
-        splits=[splits_code(op.name, op.kind) for op in ops],
-        part=lambda value, reader: _part(graph, value, ops[reader]),
-        moves=lambda reader: ops[reader].kind == "VIEW",
+        work=list(map(work, ops)),
+        splits=list(map(splits_code, ops)),
+        moves=[op.kind != "POINTWISE" for op in ops],
+        part=part,
     )
-    written = [
-        not buffers.isdisjoint(op.outputs)
-        or not any(merging.readers[value] for value in op.outputs)
+    ends = [
+        not buffers.isdisjoint(op.outputs) or not any(readers[value] for value in op.outputs)
         for op in ops
     ]
-    found = too_large(merging, [op.id in live for op in ops], written)
-    return {value for number in found for value in ops[number].outputs}
-
-
-def _part(graph: Graph, value: int, reader: Op) -> float:
-    """The share of a value's elements that a reader takes."""
-    if reader.name not in PARTS or reader.inputs[0] != value:
-        return 1.0
-    taken = sum(graph.values[out].nbytes for out in reader.outputs)
-    return min(1.0, taken / max(graph.values[value].nbytes, 1))
+    found = written(program, [op.id in live for op in ops], ends)
+    left = [op for op in ops if found[op.id] and not ends[op.id]]
+    return {value for op in left for value in op.outputs}
 
 
 def _dear(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:

@@ -99,7 +99,7 @@ class Op:
         swapped: the gradient of a transposed convolution's kernel, for which XLA copies the first operand.
         workspace_bytes: of what XLA:GPU makes of its operands before it, and frees behind it.
         elemental: a reduction so short that XLA merges it with what reads it, like an element-wise operator.
-        additions: what an element of the result takes, in additions; 0 where the name tells.
+        cycles: clock cycles that XLA counts for an element of the result; 0 where the name tells.
     """
 
     id: int
@@ -126,7 +126,7 @@ class Op:
     swapped: bool = False
     workspace_bytes: int = 0
     elemental: bool = False
-    additions: int = 0
+    cycles: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class Node:
         ins, outs: instances.
         step: index of the schedule's step.
         fusible: whether it is merged with what it reads; `reduces`: but with nothing that reads it.
-        additions: what it takes per element.
+        cycles: clock cycles per element, as XLA counts them.
         working: of a planned loop what one iteration needs, and its `trips`, the number of iterations.
         again: whether the operator ran before.
     """
@@ -121,7 +121,7 @@ class Node:
     step: int
     fusible: bool
     reduces: bool = False
-    additions: int = 0
+    cycles: int = 0
     working: Prediction | None = None
     again: bool = False
     trips: int = 0

@@ -14,21 +14,20 @@ from typing import Literal
 
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
+from remat.core.kernel_work import CYCLES, cycles_of
 from remat.memory.execution import Execution, Instance, Node, Working
 from remat.memory.identities import moves_nothing, signature
 from remat.memory.splits import ELEMENTAL_PARTS, PART_BYTES, parts_of, shape_of, widths_of
 from remat.memory.tables import (
-    ADDITIONS,
-    CODE_ADDITIONS,
+    CODE_CYCLES,
     INDEX_BYTES,
     MOST_PIECES,
+    PARTED,
     PIECE,
     POOL_GRADIENT,
-    RANDOM_ADDITIONS,
     SCATTERS,
 )
 from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
-from remat.plans.stages import summed_parts
 from remat.plans.steps import Schedule, Step
 
 __all__ = ["Builder", "execution_of", "steps_of"]
@@ -76,7 +75,6 @@ class Builder:
         self._ran: set[int] = set()
         self._added = frozenset(op.id for op in graph.ops if is_added_up(graph, op))
         self._shared = self.execution.shared = shared_zeros(graph, self._added)
-        self._parted = summed_parts(graph)
         # Scatters into zeros, by result, with their other operands: run where the result is added to an array.
         self._postponed: dict[int, tuple[Op, tuple[int, ...]]] = {}
 
@@ -151,9 +149,7 @@ class Builder:
         if key not in self._seen:
             number = len(self.execution.nodes)
             packs = kind == "pack"
-            node = Node(
-                kind, None, kind, (source,), [], step, True, packs, additions=CODE_ADDITIONS
-            )
+            node = Node(kind, None, kind, (source,), [], step, True, packs, cycles=CODE_CYCLES)
             self.execution.nodes.append(node)
             node.outs.append(self._new(value, number, packed=packs))
             self._seen[key] = node.outs
@@ -172,7 +168,7 @@ class Builder:
         if later:
             added, ins = self._postponed.pop(later[0])
             other = op.inputs[op.inputs[0] == later[0]]
-            ins = (*ins, self._instance(step, other))
+            ins = _onto(added, ins, self._instance(step, other))
             self.raw[op.outputs[0]] = self._node(step, added, ins, op.outputs)[0]
             return
         if self._postponed:
@@ -198,8 +194,8 @@ class Builder:
             return
         key = (signature(self.graph, op), ins)
         made = self._seen.get(key)
-        if made is None and op.id in self._parted:
-            # To XLA every part is a slice of its own, made where it is read; what waits in a sum is read late.
+        if made is None and op.name in PARTED:
+            # To XLA every part is a slice of its own, made where it is read.
             parts = [self._node(step, op, ins, (value,)) for value in op.outputs]
             made = self._seen[key] = [index for part in parts for index in part]
         elif made is None:
@@ -210,7 +206,7 @@ class Builder:
         """The instance of a value; runs a scatter that was postponed."""
         if value in self._postponed:
             op, ins = self._postponed.pop(value)
-            ins = (*ins, self._fresh_zeros(step, value))
+            ins = _onto(op, ins, self._fresh_zeros(step, value))
             self.raw[value] = self._node(step, op, ins)[0]
         return self.raw[value]
 
@@ -231,7 +227,7 @@ class Builder:
 
     def _filled(self, step: int, value: int, ins: tuple[int, ...]) -> list[int]:
         number = len(self.execution.nodes)
-        node = Node("zeros", None, "zeros", ins, [], step, fusible=not ins, additions=1)
+        node = Node("zeros", None, "zeros", ins, [], step, fusible=not ins, cycles=0)
         self.execution.nodes.append(node)
         node.outs.append(self._new(value, number))
         return node.outs
@@ -274,7 +270,6 @@ class Builder:
         if op.contracts:
             ins = self._pieces(op, ins)
         number = len(self.execution.nodes)
-        random = op.random and op.kind == "RANDOM"
         working, trips = self.working.get(op.id, (None, 0))
         node = Node(
             "op",
@@ -285,7 +280,7 @@ class Builder:
             step,
             fusible=op.fusible,
             reduces=op.kind == "REDUCTION" and not op.elemental,
-            additions=RANDOM_ADDITIONS if random else op.additions or ADDITIONS.get(op.name, 1),
+            cycles=cycles_of(op),
             working=working,
             again=op.id in self._ran,
             trips=trips,
@@ -329,9 +324,22 @@ class Builder:
         number = len(self.execution.nodes)
         is_small = parts < ELEMENTAL_PARTS
         node = Node(
-            "sum", None, "sum", (product,), [], step, True, not is_small, additions=parts - 1
+            "sum",
+            None,
+            "sum",
+            (product,),
+            [],
+            step,
+            True,
+            not is_small,
+            cycles=CYCLES["add"] * (parts - 1),
         )
         self.execution.nodes.append(node)
         self.execution.sums[matmul] = number
         node.outs.append(self._new(value, number))
         return node.outs
+
+
+def _onto(op: Op, ins: tuple[int, ...], target: int) -> tuple[int, ...]:
+    """The operands of what adds to an array: a scatter has that first, a pool's gradient last."""
+    return (target, *ins) if op.name in SCATTERS else (*ins, target)

@@ -295,7 +295,11 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
             continue  # a loop stacks into an array of its own
         if normalizes(order[found.start], found):
             continue
-        if node.name not in IN_PLACE and (not node.fusible or node.reduces or found.index in kept):
+        if node.name in IN_PLACE:
+            # What it writes into is a buffer that it shares, made by a kernel of its own.
+            if instances[node.ins[0]].root not in order[found.start].reads:
+                continue
+        elif not node.fusible or node.reduces or found.index in kept:
             continue
         key = (found.start, found.nbytes)
         own = found.end == found.start and found.index in places
@@ -309,13 +313,23 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
 
 
 def _row_reductions(execution: Execution, order: list[Kernel]) -> dict[int, set[int]]:
-    """What is reduced over the last dimension, with the buffers that the reducing kernel reads."""
+    """What is reduced over the last dimension, with the buffers that the reducing kernel reads.
+
+    What is made of that row by row counts, too, with what it is made of.
+    """
     values, instances = execution.graph.values, execution.instances
     found: dict[int, set[int]] = {}
     for kernel in order:
         node = execution.nodes[kernel.node]
-        if node.reduces and len(node.ins) == 1 and len(kernel.writes) == 1:
+        if len(kernel.writes) != 1:
+            continue
+        if node.reduces and len(node.ins) == 1:
             source, result = (values[instances[i].value].shape for i in (*node.ins, *node.outs))
             if source[:-1] == result:
                 found[kernel.writes[0]] = kernel.reads
+        elif node.fusible and not node.reduces:
+            rows = instances[kernel.writes[0]].elements
+            made_of = [r for r in kernel.reads & found.keys() if instances[r].elements == rows]
+            if made_of:
+                found[kernel.writes[0]] = kernel.reads.union(*(found[root] for root in made_of))
     return found

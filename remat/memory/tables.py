@@ -5,14 +5,10 @@ Nothing here follows from the graph. What XLA fuses does, as `Op.fusible` and `O
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from remat.core.primitives import Trait, primitives_with
 
 __all__ = [
-    "ADDITIONS",
-    "BYTES_PER_ADDITION",
-    "CODE_ADDITIONS",
+    "CODE_CYCLES",
     "COMPARED",
     "COMPUTED_BYTES",
     "CONVOLUTION",
@@ -20,14 +16,12 @@ __all__ = [
     "FAR",
     "INDEX_BYTES",
     "IN_PLACE",
-    "LAUNCH_BYTES",
     "MERGED_BYTES",
-    "MOST_KERNELS",
     "MOST_PIECES",
+    "PARTED",
     "PICKS",
     "PIECE",
     "POOL_GRADIENT",
-    "RANDOM_ADDITIONS",
     "SAME_BUFFER",
     "SCATTERS",
     "SEVERAL_RESULTS",
@@ -46,6 +40,8 @@ SAME_BUFFER = primitives_with(Trait.SAME_BUFFER)
 DETERMINED = primitives_with(Trait.DETERMINED)
 # Operators that take a part of an array which their result type does not tell.
 PICKS = frozenset({"slice", "split", "pad"})
+# Operators that return the parts of an array, each a slice of its own to XLA.
+PARTED = frozenset({"split", "unstack"})
 # Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.
 COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
@@ -72,45 +68,8 @@ MOST_PIECES, PIECE = 4, 64
 # compute.
 INDEX_BYTES = 4
 COMPUTED_BYTES = 4
-# Clock cycles per element relative to an addition's, from what XLA measured on an H100 (`hlo_op_profiles_data.h`,
-# sm_90, float32); operators that are not here count as an addition.
-ADDITIONS: Mapping[str, int] = {
-    "atan2": 64,
-    "cbrt": 25,
-    "cos": 140,
-    "div": 6,
-    "erf": 67,
-    "erf_inv": 67,
-    "exp": 11,
-    "exp2": 11,
-    "expm1": 27,
-    "log": 24,
-    "log1p": 33,
-    "log2": 24,
-    "logistic": 18,
-    "pow": 75,
-    "rsqrt": 11,
-    "sin": 140,
-    "sqrt": 11,
-    "tan": 140,
-    "tanh": 67,
-}
-# Of random bits: threefry has 20 rounds of an addition, a rotation (two shifts, one or) and an exclusive or,
-# which is 100, and the keys. Half and double: nothing changes.
-RANDOM_ADDITIONS = 120
-# Of packing a mask or reading one back, per element: a shift, an and, an or or a comparison. Half and double: two
-# cases change, by 0.4 % at most.
-CODE_ADDITIONS = 3
-# How many bytes of memory traffic take as long as one addition. An H200 moves 4.8e12 bytes per second and issues
-# about 33e12 instructions (132 multiprocessors x 128 lanes x 1.98 GHz): its data sheet, see `remat.core.devices`.
-# An H100 has 0.1 and a B200 0.2; programs are predicted as for an H200 whatever they are compiled for. Half: 62
-# of 68 within 10 %, the worst is 33 % too low; double: 66.
-BYTES_PER_ADDITION = 0.145
-
-# What starting a kernel costs, in bytes: a microsecond (`GpuPerformanceModelBase::kKernelLaunchOverhead`), in which
-# an H200 moves so many.
-LAUNCH_BYTES = 4.8e6
-
+# Of packing a mask or reading one back, per element: a shift, an and, an or or a comparison, three cycles each.
+CODE_CYCLES = 9
 # The others were observed, on the networks of that benchmark, and not derived.
 
 # A value that is made from less than this share of its own bytes is made from next to nothing: it is made early,
@@ -121,9 +80,6 @@ SMALL_SHARE = 1 / 8
 # for what depends on them would take too long. Half and double: no case changes, but 8 toys, by 10 % at most;
 # without a bound as double.
 FAR = 64
-# Readers of one value are compared pair by pair if there are at most so many; more are taken for kernels of their
-# own. Half: two cases and three toys change, by 6 % at most. Double, and without a bound: nothing changes.
-MOST_KERNELS = 12
 # Temporaries below this share of the largest get no place in a result, as each would be a search. Half and double:
 # 0.1 % at most; toys 0.8 %. Zero: 0.1 %.
 TINY_SHARE = 1 / 4096

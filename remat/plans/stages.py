@@ -28,7 +28,6 @@ __all__ = [
     "long_sums",
     "maker",
     "stage_points",
-    "summed_parts",
 ]
 
 
@@ -341,19 +340,6 @@ def long_sums(graph: Graph, backward: Iterable[Op]) -> list[list[int]]:
         if len(chain) > _between_ties(graph, chain)
         and (len(chain) - 1) * values[ops[last].outputs[0]].nbytes >= least
     ]
-
-
-def summed_parts(graph: Graph) -> frozenset[int]:
-    """Returns the operators that take an array apart, a part of which waits in a long sum: as long as the array."""
-    if "summed_parts" not in graph.memo:
-        found: set[int] = set()
-        for chain in long_sums(graph, graph.backward_ops()):
-            for value in (v for op in chain for v in graph.ops[op].inputs):
-                producer = graph.values[value].producer
-                if producer is not None and graph.ops[producer].kind == "VIEW":
-                    found.add(producer)
-        graph.memo["summed_parts"] = frozenset(op for op in found if len(graph.ops[op].outputs) > 1)
-    return graph.memo["summed_parts"]
 
 
 def _is_buffer(graph: Graph, value: int) -> bool:

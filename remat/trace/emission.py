@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 from remat.core.avals import aval_bytes
+from remat.core.kernel_work import CYCLES
 
 __all__ = ["CONVOLUTION", "Traits", "traits_of", "workspace_bytes"]
 
@@ -37,7 +38,7 @@ class Traits(TypedDict, total=False):
     padded: bool
     swapped: bool
     elemental: bool
-    additions: int
+    cycles: int
 
 
 def traits_of(eqn: Any) -> Traits:
@@ -65,7 +66,7 @@ def _of_convolution(eqn: Any) -> Traits:
 def _of_concatenation(eqn: Any) -> Traits:
     along = eqn.params["dimension"]
     crosses = along > 0 and eqn.invars[0].aval.shape[along] % _WARP != 0
-    return {"additions": _BOTH_BRANCHES if crosses else _BRANCH}
+    return {"cycles": _BOTH_BRANCHES if crosses else _BRANCH}
 
 
 def _of_reduction(eqn: Any) -> Traits:
@@ -73,7 +74,7 @@ def _of_reduction(eqn: Any) -> Traits:
     count = math.prod(shape[axis] for axis in axes)
     if not _is_elemental(shape, axes):
         return {}
-    return {"elemental": True, "additions": max(count - 1, 1)}
+    return {"elemental": True, "cycles": max(count - 1, 1) * CYCLES.get(eqn.primitive.name, 3)}
 
 
 def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:

@@ -1,0 +1,87 @@
+"""What an operator costs inside of a kernel, as XLA:GPU's fusion estimates it: arithmetic, reads, code.
+
+Not what it takes in truth (`remat.core.cost`): XLA's estimates decide what it merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from remat.core.graph import Op
+
+__all__ = ["CYCLES", "CYCLE_BYTES", "cycles_of", "splits_code", "times_read"]
+
+# Clock cycles per element, from what XLA measured on an H100 (`hlo_op_profiles_data.h`, sm_90, float32) and uses
+# for all of its generation; the same was read off the times that it writes down (`priority_fusion_dump`). Operators
+# that are not here, `tan` and `erf` among them, count `_CYCLES`. What XLA makes of several is their sum: `logistic`
+# is a negation, an exponential, an addition and a division.
+CYCLES: Mapping[str, int] = {
+    "add": 7,
+    "add_any": 7,
+    "atan2": 431,
+    "cbrt": 178,
+    "cos": 978,
+    "div": 19,
+    "erf_inv": 400,
+    "exp": 79,
+    "exp2": 82,
+    "expm1": 190,
+    "log": 166,
+    "log1p": 229,
+    "log2": 169,
+    "logistic": 108,
+    "pow": 510,
+    "reduce_sum": 7,
+    "rsqrt": 75,
+    "sin": 958,
+    "sqrt": 75,
+    "sub": 7,
+    "tanh": 467,
+}
+_CYCLES = 3
+# Threefry has 20 rounds of an addition, a rotation (two shifts, one or) and an exclusive or, and the keys.
+_RANDOM_CYCLES = 360
+# How many bytes of memory traffic take as long as one cycle of one of a device's lanes, by
+# `GpuPerformanceModelBase::CalculateEffectiveFlopsPerNs`: an H200 moves 4.8e12 bytes per second and has 132
+# multiprocessors of 128 lanes that do two operations at 1.98 GHz. An H100 has 0.7 and a B200 1.4 times that;
+# programs are predicted as for an H200 whatever they are compiled for.
+CYCLE_BYTES = 4.8e12 / (132 * 128 * 2 * 1.98e9)
+
+_SPLITS = frozenset({"concatenate", "pad", "dynamic_update_slice"})
+# Operators that read of their first operand no more than their result has, and those that read it repeatedly.
+_PARTS = frozenset({"slice", "split", "dynamic_slice", "unstack"})
+_COPIES = frozenset({"broadcast_in_dim", "gather"})
+
+
+def cycles_of(op: Op) -> int:
+    """Returns the clock cycles per element of the result; of a reduction, per element that it reads."""
+    if op.random and op.kind == "RANDOM":
+        return _RANDOM_CYCLES
+    return op.cycles or CYCLES.get(op.name, _CYCLES)
+
+
+def splits_code(op: Op) -> bool:
+    """Whether XLA begins a branch or a loop for an operator, after which nothing made before is there.
+
+    It is `ElementalIrEmitter::OpInvalidatesCache`.
+    """
+    return op.name in _SPLITS or op.kind == "REDUCTION"
+
+
+def times_read(op: Op, size: int, made: int, *, first: bool) -> float:
+    """Returns how often an operator reads each element of an operand: less than once if it reads a part of them.
+
+    Args:
+        op: the operator.
+        size: elements of the operand; `made`: of the results.
+        first: whether it is the first operand.
+    """
+    if not size:
+        return 1.0
+    if op.kind == "POINTWISE":  # a row that is added to every row of a matrix is copied on the way
+        return made / size
+    if not first:
+        return 1.0
+    if op.name in _COPIES:
+        return made / size
+    return min(1.0, made / size) if op.name in _PARTS else 1.0

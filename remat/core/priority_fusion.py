@@ -1,0 +1,302 @@
+"""Which operators XLA:GPU merges into one kernel: its pass `priority_fusion`, followed step by step.
+
+At first every operator is a kernel. An operator whose readers can all take it in has a *priority*: the time that is
+saved if each of them makes its result itself. The operator that saves most is merged first; then the priorities of
+what its readers read are computed anew. What saves nothing is written to memory.
+
+Times are XLA's own estimates (`GpuPerformanceModel`), in bytes: what the device moves meanwhile. A kernel computes
+and moves at once, but for a twentieth of the lesser. An operator inside a kernel is computed once for every *place*
+at which its readers want it: element-wise readers want it where they are themselves, what moves elements (a slice,
+a broadcast) somewhere else (`GpuHloCostAnalysis::FusionCalculateUtilizations`).
+
+`tests/test_priority_fusion.py` holds the steps against those that XLA writes down.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Program", "written"]
+
+# XLA's own numbers: `GpuPerformanceModelBase` (a launch takes a microsecond, in which an H200 moves so many bytes;
+# how much faster what was read before is read again, from a cache that it fits into), `GpuPerformanceModelOptions`,
+# `gpu_hlo_cost_analysis.h`, `gpu_fusible.h`; the caches and multiprocessors are an H200's.
+LAUNCH_BYTES = 4.8e6
+_EXPOSED = 0.05
+_CACHES = ((2048 * 132, 20.0), (50 * 2**20, 2.5))
+MOST_SPLITS, MOST_INSTRUCTIONS, MOST_ARRAYS = 10, 10_000, 96
+
+
+@dataclass(frozen=True)
+class Program:
+    """What XLA has to merge: operators by number, in an order in which they may run, and values by number.
+
+    Attributes:
+        outs: by operator, the values it makes.
+        ins: by operator, the values it reads.
+        readers: by value, the operators that may make it themselves; all of those that run.
+        nbytes: by value, its size.
+        work: by operator, its arithmetic, in bytes that could be moved meanwhile.
+        splits: by operator, whether it begins a branch or a loop, see `remat.core.kernel_work`.
+        moves: by operator, whether it reads other elements than it makes.
+        part: how often a reader takes a value's elements: less than once if it takes a part of them.
+    """
+
+    outs: Sequence[Sequence[int]]
+    ins: Sequence[Sequence[int]]
+    readers: Sequence[Sequence[int]]
+    nbytes: Sequence[int]
+    work: Sequence[float]
+    splits: Sequence[bool]
+    moves: Sequence[bool]
+    part: Callable[[int, int], float]
+
+
+def written(
+    program: Program,
+    live: Sequence[bool],
+    ends: Sequence[bool],
+    note: Callable[[int, Mapping[int, float], float], None] | None = None,
+) -> list[bool]:
+    """Returns by operator whether its results are in memory.
+
+    Args:
+        program: what runs.
+        live: by operator, whether it runs.
+        ends: by operator, whether its results are written in any case.
+        note: told of every priority: the operator, what each reader saves, and all of it.
+
+    Complexity: for every operator that is merged and every kernel that it is merged into, linear in the arrays that
+    the two read.
+    """
+    queue = _Queue(program, live, ends, note)
+    queue.run()
+    return [number in queue.kernels for number in range(len(live))]
+
+
+class _Kernel:
+    """Operators that are one kernel, known by the last of them.
+
+    Attributes:
+        work: arithmetic, `moved`: bytes read and written, `splits`, `instructions`: size of its code.
+        reads: by value, the places at which it is read; `cost`: what reading it takes.
+        places: by place, how often elements are computed there, and how often code is emitted. The kernel's own
+            elements are the place -1; what moves elements reads a value at a place of the value's number.
+    """
+
+    __slots__ = ("cost", "instructions", "moved", "places", "reads", "splits", "work")
+
+    def __init__(self, work: float, moved: float, splits: int) -> None:
+        self.work = work
+        self.moved = moved
+        self.splits = splits
+        self.instructions = 1
+        self.reads: dict[int, frozenset[int]] = {}
+        self.cost: dict[int, float] = {}
+        self.places: dict[int, tuple[float, int]] = {-1: (1.0, 1)}
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, in bytes."""
+        return _together(self.work, self.moved)
+
+
+_OWN = frozenset((-1,))
+
+
+class _Queue:
+    """Kernels, and what is saved if one is merged into those that read it."""
+
+    def __init__(
+        self,
+        program: Program,
+        live: Sequence[bool],
+        ends: Sequence[bool],
+        note: Callable[[int, Mapping[int, float], float], None] | None,
+    ) -> None:
+        self.program = program
+        self.note = note
+        self.maker = {
+            out: number for number, outs in enumerate(program.outs) for out in outs if live[number]
+        }
+        self.may = [runs and not ends[number] for number, runs in enumerate(live)]
+        self.kernels = {number: self._alone(number) for number, runs in enumerate(live) if runs}
+        self.readers: dict[int, set[int]] = {
+            number: {user for out in program.outs[number] for user in program.readers[out]}
+            for number in self.kernels
+            if self.may[number]
+        }
+        # Of those that may be merged: what every reader saves, None if it cannot take it in.
+        self.saved: dict[int, dict[int, float | None]] = {}
+        self.turn = {number: number for number in self.kernels}  # kernels made later go first
+        self.best: dict[int, float] = {}
+        self.heap: list[tuple[float, int, int]] = []
+
+    def _alone(self, number: int) -> _Kernel:
+        program = self.program
+        kernel = _Kernel(
+            program.work[number],
+            float(sum(program.nbytes[out] for out in program.outs[number])),
+            int(program.splits[number]),
+        )
+        for value in program.ins[number]:
+            part = program.part(value, number)
+            if part == 1.0 and not program.moves[number]:
+                kernel.reads[value] = kernel.reads.get(value, _OWN) | _OWN
+            else:
+                kernel.reads[value] = kernel.reads.get(value, frozenset()) | {value}
+                times, emitted = kernel.places.get(value, (0.0, 0))
+                kernel.places[value] = times + part, emitted + 1
+        for value, places in kernel.reads.items():
+            times = sum([kernel.places[place][0] for place in places])
+            kernel.cost[value] = read_bytes(program.nbytes[value], times)
+        kernel.moved += sum(kernel.cost.values())
+        return kernel
+
+    def run(self) -> None:
+        """Merges kernels until nothing is saved by it."""
+        for number in self.readers:
+            self.saved[number] = {user: self._saves(number, user) for user in self.readers[number]}
+            self._put(number)
+        made = len(self.program.outs)
+        while self.heap:
+            priority, turn, number = heapq.heappop(self.heap)
+            if number not in self.saved or -turn != self.turn[number]:
+                continue
+            if priority != -self.best[number]:
+                continue
+            readers = sorted(self.readers[number])
+            producer = self.kernels.pop(number)
+            for user in readers:
+                self._merge(number, producer, user)
+                self.turn[user] = made
+                made += 1
+            del self.saved[number], self.readers[number]
+            self._changed(number, readers)
+
+    def _put(self, number: int) -> None:
+        priority = self.best[number] = self._priority(number)
+        if priority >= 0:
+            heapq.heappush(self.heap, (-priority, -self.turn[number], number))
+
+    def _priority(self, number: int) -> float:
+        saved = self.saved[number]
+        gains = [gain for gain in saved.values() if gain is not None]
+        if not gains or len(gains) < len(saved):
+            return -1.0
+        total = LAUNCH_BYTES + self.kernels[number].seconds + sum(gains)
+        if self.note is not None:
+            self.note(number, dict(zip(saved, gains, strict=True)), total)
+        return total
+
+    def _changed(self, merged: int, readers: Sequence[int]) -> None:
+        """Computes priorities anew: of the kernels that a kernel was merged into, and of what they read."""
+        again: set[int] = set()
+        for user in readers:
+            if user in self.saved:
+                self.saved[user] = {other: self._saves(user, other) for other in self.readers[user]}
+                again.add(user)
+            for value in self.kernels[user].reads:
+                source = self.maker.get(value)
+                if source in self.saved and source is not None:
+                    saved = self.saved[source]
+                    saved.pop(merged, None)
+                    self.readers[source].discard(merged)
+                    self.readers[source].add(user)
+                    saved[user] = self._saves(source, user)
+                    again.add(source)
+        for number in sorted(again):
+            self._put(number)
+
+    def _saves(self, number: int, user: int) -> float | None:
+        """What a reader takes less time than now if it made a kernel's results itself; None if it cannot."""
+        producer, consumer = self.kernels[number], self.kernels[user]
+        found = self._merged(number, producer, consumer)
+        if found is None:
+            return None
+        work, moved, _ = found
+        return consumer.seconds - _together(work, moved)
+
+    def _merged(
+        self, number: int, producer: _Kernel, consumer: _Kernel
+    ) -> tuple[float, float, dict[int, float]] | None:
+        """Arithmetic and traffic of a kernel that takes another in, and what reading each of its operands takes."""
+        taken = self._taken(number, consumer)
+        at, places = consumer.places, producer.places
+        times = emitted = 0
+        for place in taken:
+            times += at[place][0]
+            emitted += at[place][1]
+        splits = consumer.splits + emitted * producer.splits
+        instructions = consumer.instructions + emitted * producer.instructions
+        if splits > MOST_SPLITS or instructions << splits > MOST_INSTRUCTIONS:
+            return None
+        if len(consumer.reads) + len(producer.reads) > MOST_ARRAYS:
+            return None
+        moved = consumer.moved
+        for out in self.program.outs[number]:
+            moved -= consumer.cost.get(out, 0.0)
+        cost: dict[int, float] = {}
+        nbytes = self.program.nbytes
+        for value, own in producer.reads.items():
+            there = consumer.reads.get(value)
+            here = taken if -1 in own else None
+            if there is not None:
+                here = there if here is None else here | there
+            total = 0.0
+            if here is not None:
+                for place in here:
+                    total += at[place][0]
+            for place in own:
+                if place != -1:
+                    total += times * places[place][0]
+            cost[value] = read_bytes(nbytes[value], total)
+            moved += cost[value] - (consumer.cost[value] if there is not None else 0.0)
+        return consumer.work + times * producer.work, moved, cost
+
+    def _taken(self, number: int, consumer: _Kernel) -> frozenset[int]:
+        """The places at which a kernel reads the results of another."""
+        outs = self.program.outs[number]
+        if len(outs) == 1:
+            return consumer.reads[outs[0]]
+        return frozenset[int]().union(*(consumer.reads.get(out, ()) for out in outs))
+
+    def _merge(self, number: int, producer: _Kernel, user: int) -> None:
+        consumer = self.kernels[user]
+        found = self._merged(number, producer, consumer)
+        assert found is not None
+        consumer.work, consumer.moved, cost = found
+        taken = self._taken(number, consumer)
+        times = sum([consumer.places[place][0] for place in taken])
+        emitted = sum([consumer.places[place][1] for place in taken])
+        consumer.splits += emitted * producer.splits
+        consumer.instructions += emitted * producer.instructions
+        for out in self.program.outs[number]:
+            consumer.reads.pop(out, None)
+            consumer.cost.pop(out, None)
+        for place, (often, code) in producer.places.items():
+            if place != -1:
+                before = consumer.places.get(place, (0.0, 0))
+                consumer.places[place] = before[0] + times * often, before[1] + emitted * code
+        for value, own in producer.reads.items():
+            places = own - _OWN | taken if -1 in own else own
+            there = consumer.reads.get(value)
+            consumer.reads[value] = places if there is None else places | there
+        consumer.cost |= cost
+
+
+def read_bytes(nbytes: int, times: float) -> float:
+    """What it takes to read an array so often: at first from memory, then from the cache that it fits into."""
+    if times <= 1:
+        return nbytes * times
+    for most, faster in _CACHES:
+        if nbytes < most:
+            return nbytes * (1 + (times - 1) / faster)
+    return nbytes * times
+
+
+def _together(work: float, moved: float) -> float:
+    """How long a kernel takes that computes and moves at once."""
+    return max(work, moved) + _EXPOSED * min(work, moved)
