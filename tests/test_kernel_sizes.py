@@ -8,65 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import remat
 from models.cases import materialize
 from models.development import NETWORKS
-from remat.core.kernel_limits import KernelSizes
 from remat.policies import Unchanged
 
 SIDE = 64
 NBYTES = 4 * SIDE * SIDE
-
-
-def never(reader: int) -> bool:
-    del reader
-    return False
-
-
-def always(reader: int) -> bool:
-    del reader
-    return True
-
-
-@given(length=st.integers(1, 60))
-def test_element_wise_readers_share_what_they_read(length: int) -> None:
-    """Each operator is read by the two after it, at the same element: a chain grows by one at a time."""
-    sizes = KernelSizes()
-    sizes.begin(0, splits=False)
-    for op in range(1, length):
-        assert sizes.merge(op, False, (0,), [r for r in (op - 1, op - 2) if r >= 0], never)
-    assert sizes.merge(length, True, (0,), [length - 1], never)
-
-
-@given(width=st.integers(4, 6))
-def test_what_moves_elements_multiplies(width: int) -> None:
-    """A value read through `width` slices is made `width` times; so is each of the `width` that it is made of."""
-    sizes = KernelSizes()
-    sizes.begin(0, splits=False)
-    slices = list(range(1, width + 1))
-    assert all(sizes.merge(op, False, (0,), [0], never) for op in slices)
-    joined = width + 1
-    assert sizes.merge(joined, True, (0,), slices, always)
-    again = [joined + i for i in range(1, width + 1)]
-    assert all(sizes.merge(op, False, (0,), [joined], never) for op in again)
-    assert not sizes.merge(again[-1] + 1, True, (0,), again, always)
-    assert sizes.merge(again[-1] + 1, False, (0,), [0], never)
-
-
-def test_all_kernels_or_none() -> None:
-    sizes = KernelSizes()
-    for kernel in (0, 1):
-        sizes.begin(kernel, splits=True)
-    full = 2
-    for full in range(2, 20):
-        if not sizes.merge(full, True, (1,), [1], never):
-            break
-    assert full == 10  # 10 splits and 11 instructions, 2 ** 10 times, are too many
-    assert not sizes.merge(full, True, (0, 1), [0, 1], never)
-    assert sizes.merge(full, True, (0,), [0], never)
 
 
 def stencil(steps: int) -> Callable[[jax.Array], jax.Array]:
