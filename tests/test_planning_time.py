@@ -144,7 +144,7 @@ def test_schedules_look_at_a_value_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_benchmark_splits_a_planning_into_its_phases() -> None:
     """Two traces (the function, then its derivative), and no second counts twice."""
-    loss, args = mlp.residual_mlp(layers=2, width=16, hidden=32, batch=8)
+    loss, args = mlp.residual_mlp(layers=4, width=64, hidden=256, batch=4096)
     phases = planning_benchmark.Phases()
     start = time.process_time()
     with phases.measured():

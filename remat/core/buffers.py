@@ -145,11 +145,18 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
     """
     ops, values = graph.ops, graph.values
     sizes = [math.prod(value.shape) for value in values]
-    readers: list[list[int]] = []
-    for value, users in enumerate(graph.users):
-        maker = values[value].producer
-        phase = None if maker is None else ops[maker].phase
-        readers.append([user for user in users if user in live and ops[user].phase == phase])
+    readers: list[list[int]] = [[] for _ in values]
+    # Of those that run, what makes nothing for its phase: derivatives that the forward pass only begins.
+    idle: set[int] = set()
+    for op in reversed(ops):
+        for value in op.outputs:
+            readers[value] = [
+                user
+                for user in graph.users[value]
+                if user in live and user not in idle and ops[user].phase == op.phase
+            ]
+        if buffers.isdisjoint(op.outputs) and not any(readers[value] for value in op.outputs):
+            idle.add(op.id)
 
     def part(value: int, reader: int) -> float:
         op = ops[reader]
@@ -170,11 +177,8 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
         moves=[op.kind != "POINTWISE" for op in ops],
         part=part,
     )
-    ends = [
-        not buffers.isdisjoint(op.outputs) or not any(readers[value] for value in op.outputs)
-        for op in ops
-    ]
-    found = written(program, [op.id in live for op in ops], ends)
+    ends = [not buffers.isdisjoint(op.outputs) for op in ops]
+    found = written(program, [op.id in live and op.id not in idle for op in ops], ends)
     left = [op for op in ops if found[op.id] and not ends[op.id]]
     return {value for op in left for value in op.outputs}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of
-from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
+from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SCATTERS, SEVERAL_RESULTS, TINY_SHARE
 
 __all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy", "occupy_by"]
 
@@ -295,11 +295,13 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
             continue  # a loop stacks into an array of its own
         if normalizes(order[found.start], found):
             continue
-        if node.name in IN_PLACE:
+        if node.name in SCATTERS:
             # What it writes into is a buffer that it shares, made by a kernel of its own.
             if instances[node.ins[0]].root not in order[found.start].reads:
                 continue
-        elif not node.fusible or node.reduces or found.index in kept:
+        elif node.name not in IN_PLACE and (
+            not node.fusible or node.reduces or found.index in kept
+        ):
             continue
         key = (found.start, found.nbytes)
         own = found.end == found.start and found.index in places
