@@ -3,11 +3,12 @@
 A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is merged
 with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
 gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer if XLA's `priority_fusion`
-leaves it (`remat.core.priority_fusion`).
+leaves it (`remat.core.priority_fusion`), and `multi_output_fusion` does not make one kernel of all that read it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from remat.core.buffers import is_written
@@ -38,6 +39,8 @@ class Fusion:
         self.kernels: list[frozenset[int]] = [frozenset()] * len(execution.nodes)
         self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
         self._results = set(execution.results)
+        self._count = [0] * len(execution.nodes)  # by kernel, the nodes in it
+        self._reach: list[int] | None = None
         self._choose()
 
     def _choose(self) -> None:
@@ -48,12 +51,16 @@ class Fusion:
             if not self.live[number]:
                 continue
             node = nodes[number]
+            if is_written[number] and not ends[number] and self._is_read_by_one(number):
+                is_written[number] = False
             if is_written[number]:
                 self.kernels[number] = frozenset((number,))
                 for out in node.outs:
                     self.is_buffer[out] = True
             else:
                 self.kernels[number] = self._union(self._readers(node.outs))
+            for kernel in self.kernels[number]:
+                self._count[kernel] += 1
         for number, node in enumerate(nodes):
             if self.live[number] and not is_written[number]:
                 read = sum(self.reads[index] for index in node.ins)
@@ -69,6 +76,35 @@ class Fusion:
             or not self._results.isdisjoint(node.outs)
             or is_written(not node.fusible or node.reduces, self._apart_from(node.outs, readers))
         )
+
+    def _is_read_by_one(self, number: int) -> bool:
+        """Whether the kernels that read a node are one to XLA: of its size, independent, and not all of one operator.
+
+        It merges them (`MultiOutputFusion::FuseSiblings`, which begins with a fusion), and then the node with them.
+        """
+        kernels = sorted(self._union(self._readers(self.execution.nodes[number].outs)))
+        size, nodes = self.size(number), self.execution.nodes
+        if any(self.size(kernel) != size or nodes[kernel].reduces for kernel in kernels):
+            return False
+        if len(kernels) < 2 or max(self._count[kernel] for kernel in kernels) < 2:
+            return False
+        reach = self._reachable()
+        return not any(
+            reach[first] >> second & 1 for first, second in itertools.combinations(kernels, 2)
+        )
+
+    def _reachable(self) -> list[int]:
+        """For every node the set, as bits, of the nodes that depend on it, itself included."""
+        if self._reach is None:
+            reach = [0] * len(self.execution.nodes)
+            for number in range(len(reach) - 1, -1, -1):
+                if self.live[number]:
+                    bits = 1 << number
+                    for user in self._readers(self.execution.nodes[number].outs):
+                        bits |= reach[user]
+                    reach[number] = bits
+            self._reach = reach
+        return self._reach
 
     def _program(self) -> Program:
         nodes, instances = self.execution.nodes, self.execution.instances
