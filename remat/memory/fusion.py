@@ -78,7 +78,7 @@ class Fusion:
         )
 
     def _is_read_by_one(self, number: int) -> bool:
-        """Whether the kernels that read a node are one to XLA: of its size, independent, and not all of one operator.
+        """Whether all that read a node are one kernel to XLA: of its size, independent, not all of one operator.
 
         It merges them (`MultiOutputFusion::FuseSiblings`, which begins with a fusion), and then the node with them.
         """
