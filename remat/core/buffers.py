@@ -14,11 +14,10 @@ written besides, because that takes less time or because a plan keeps it:
 * The minimum cut, `is_written_forward`: what does not fuse ends a kernel; readers in the forward pass count, since
   what the backward pass reads is what is being decided; besides, results and what a loop carries.
 * Planners within a budget, `kernel_results`: reductions and what may not run again end a kernel, too; readers count
-  that anything needs; besides, results, what a cut keeps, and what is dear to make in several kernels. One answer
-  for all plans of a graph.
+  that anything needs; besides, results, what a cut keeps, what is dear to make in several kernels, and what XLA
+  leaves (`remat.core.priority_fusion`), each phase for itself. One answer for all plans of a graph.
 * The memory model, `remat.memory.fusion`: reductions end a kernel, too; each run of an operator is a reader of its
-  own, if anything needs it; besides, results, and what several kernels read if writing it takes less time. The
-  answer for one plan.
+  own, if anything needs it; besides, results, and what XLA leaves. The answer for one plan.
 
 The differences are on purpose: to give all of them one variant would change plans.
 """
