@@ -98,8 +98,8 @@ class _Kernel:
         self.places: dict[int, tuple[float, int]] = {-1: (1.0, 1)}
 
     @property
-    def seconds(self) -> float:
-        """How long it takes, in bytes."""
+    def time_bytes(self) -> float:
+        """How long it takes, in bytes that could be moved meanwhile."""
         return _together(self.work, self.moved)
 
 
@@ -121,12 +121,11 @@ class _Queue:
         self.maker = {
             out: number for number, outs in enumerate(program.outs) for out in outs if live[number]
         }
-        self.may = [runs and not ends[number] for number, runs in enumerate(live)]
         self.kernels = {number: self._alone(number) for number, runs in enumerate(live) if runs}
         self.readers: dict[int, set[int]] = {
             number: {user for out in program.outs[number] for user in program.readers[out]}
             for number in self.kernels
-            if self.may[number]
+            if not ends[number]
         }
         # Of those that may be merged: what every reader saves, None if it cannot take it in.
         self.saved: dict[int, dict[int, float | None]] = {}
@@ -186,7 +185,7 @@ class _Queue:
         gains = [gain for gain in saved.values() if gain is not None]
         if not gains or len(gains) < len(saved):
             return -1.0
-        total = LAUNCH_BYTES + self.kernels[number].seconds + sum(gains)
+        total = LAUNCH_BYTES + self.kernels[number].time_bytes + sum(gains)
         if self.note is not None:
             self.note(number, dict(zip(saved, gains, strict=True)), total)
         return total
@@ -217,7 +216,7 @@ class _Queue:
         if found is None:
             return None
         work, moved, _ = found
-        return consumer.seconds - _together(work, moved)
+        return consumer.time_bytes - _together(work, moved)
 
     def _merged(
         self, number: int, producer: _Kernel, consumer: _Kernel

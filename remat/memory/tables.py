@@ -60,8 +60,8 @@ MERGED_BYTES = 64 * 2**20
 # `kMinConcatFragmentSize` of XLA's `triton_fusion_analysis` and `triton_tiling_propagation`).
 MOST_PIECES, PIECE = 4, 64
 # Of the others, "half and double": what predictions do where a number is half or twice as large, of the 68 cases of
-# `benchmarks.memory_model` (`python -m benchmarks.memory_numbers`), and of 45 plans (min_cut, full, echo) for the toys
-# of `models.cases.SMALL_CASES`, whose arrays take kilobytes. Measured when fusion was still a matter of rules.
+# `benchmarks.memory_model` (`python -m benchmarks.memory_numbers`), and of 45 plans (min_cut, full, echo) for the
+# toys of `models.cases.SMALL_CASES`, whose arrays take kilobytes. Measured when fusion was still a matter of rules.
 
 # What an array takes; XLA's types: s32 for where a pool has its largest, float32 for what element-wise kernels
 # compute.
