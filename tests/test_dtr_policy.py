@@ -394,6 +394,26 @@ def test_gradients_within_a_budget_are_those_of_plain_jax(
         np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-6)
 
 
+def residual(x: jax.Array, ws: jax.Array) -> jax.Array:
+    for w in ws:
+        x = x + jax.nn.gelu(x @ w) @ w.T
+    return jnp.mean(x**2)
+
+
+def test_what_a_smaller_budget_meets_a_larger_one_meets() -> None:
+    """DTR has few plans: the same comes back until much less is asked for."""
+    args = jax.ShapeDtypeStruct((256, 64), "float32"), jax.ShapeDtypeStruct((8, 64, 256), "float32")
+    met: list[bool] = []
+    for percent in range(30, 100, 10):
+        try:
+            remat.plan(residual, *args, remat_policy="dtr", budget=percent / 100, confirm=False)
+        except BudgetError:
+            met.append(False)
+        else:
+            met.append(True)
+    assert met == sorted(met) and met[-1]
+
+
 def test_a_policy_by_name_applies_what_it_plans() -> None:
     args = arguments()
     plan = remat.plan(
