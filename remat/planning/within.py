@@ -189,7 +189,9 @@ class _Offers:
     def _run(self, aim_bytes: int, limit: TimeLimit) -> None:
         target, low, high = aim_bytes, 0, math.inf
         last, times = None, 1  # the schedule that came last, and how far to go from it
-        for _ in range(ATTEMPTS):
+        for attempt in range(2 * ATTEMPTS):
+            if attempt >= ATTEMPTS and (self.best is not None or times == 1):
+                return
             if out_of_time() or (self.best is not None and interrupted()):
                 return
             try:
@@ -199,14 +201,16 @@ class _Offers:
                 target = max(round(target * STEP), error.smallest_peak_bytes or 0)
             else:
                 over = plan.peak_bytes - aim_bytes
-                # A plan that comes again is what there is for targets around: the next is twice as far away.
-                times, last = (2 * times if plan.schedule is last else 1), plan.schedule
+                # A plan that comes again is what there is for targets around: where nothing else was found in small
+                # steps, the next is twice as far away.
+                is_again, last = plan.schedule is last, plan.schedule
+                times = 2 * times if is_again and attempt >= ATTEMPTS - 1 else 1
                 if over > 0:
                     high = min(high, target)
                     target = min(target - times * over, int(target * aim_bytes / plan.peak_bytes))
                 elif -over > SLACK * aim_bytes and plan.recompute_flops > 0:
                     low = max(low, target)
-                    target -= times * over
+                    target -= over
                 else:
                     return
             if not low < target < high:
