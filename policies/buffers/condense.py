@@ -10,7 +10,7 @@ operators that feed it, and it reads the buffers those read. What becomes a buff
 * a result of the function or a gradient (the caller's memory: it costs nothing here);
 * a fused value that several kernels read and that costs more reads to make than it has bytes (the sum of a
   residual connection): XLA writes it once instead of making it again in every reader;
-* a fused value that XLA does not merge into what reads it, as the kernel would be too large (a step of a stencil);
+* a fused value that XLA leaves in memory, as the kernel would be too large (a step of a stencil) or slower;
 * a fused value that a minimum cut would keep for the backward pass (the mask of a dropout, for instance);
 * of the gradient of what is used often the sum so far at every tie that adds it up as it comes
   (`remat.plans.stages.accumulations`): XLA's one kernel at the end would need all of its terms at once.

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from remat.core.graph import Op
 
-__all__ = ["CYCLES", "CYCLE_BYTES", "cycles_of", "splits_code", "times_read"]
+__all__ = ["CYCLES", "CYCLE_BYTES", "cycles_named", "cycles_of", "splits_code", "times_read"]
 
 # Clock cycles per element, from what XLA measured on an H100 (`hlo_op_profiles_data.h`, sm_90, float32) and uses
 # for all of its generation; the same was read off the times that it writes down (`priority_fusion_dump`). Operators
 # that are not here, `tan` and `erf` among them, count `_CYCLES`. What XLA makes of several is their sum: `logistic`
-# is a negation, an exponential, an addition and a division.
+# is a negation, an exponential, an addition and a division; `erf_inv`, roughly, a `log1p`, a root and a polynomial.
 CYCLES: Mapping[str, int] = {
     "add": 7,
     "add_any": 7,
@@ -40,7 +40,7 @@ CYCLES: Mapping[str, int] = {
 }
 _CYCLES = 3
 # Threefry has 20 rounds of an addition, a rotation (two shifts, one or) and an exclusive or, and the keys.
-_RANDOM_CYCLES = 360
+_RANDOM_CYCLES = 120 * _CYCLES
 # How many bytes of memory traffic take as long as one cycle of one of a device's lanes, by
 # `GpuPerformanceModelBase::CalculateEffectiveFlopsPerNs`: an H200 moves 4.8e12 bytes per second and has 132
 # multiprocessors of 128 lanes that do two operations at 1.98 GHz. An H100 has 0.7 and a B200 1.4 times that;
@@ -53,11 +53,16 @@ _PARTS = frozenset({"slice", "split", "dynamic_slice", "unstack"})
 _COPIES = frozenset({"broadcast_in_dim", "gather"})
 
 
+def cycles_named(name: str) -> int:
+    """Returns the clock cycles per element of a primitive."""
+    return CYCLES.get(name, _CYCLES)
+
+
 def cycles_of(op: Op) -> int:
     """Returns the clock cycles per element of the result; of a reduction, per element that it reads."""
     if op.random and op.kind == "RANDOM":
         return _RANDOM_CYCLES
-    return op.cycles or CYCLES.get(op.name, _CYCLES)
+    return op.cycles or cycles_named(op.name)
 
 
 def splits_code(op: Op) -> bool:

@@ -222,12 +222,8 @@ class _Queue:
         self, number: int, producer: _Kernel, consumer: _Kernel
     ) -> tuple[float, float, dict[int, float]] | None:
         """Arithmetic and traffic of a kernel that takes another in, and what reading each of its operands takes."""
-        taken = self._taken(number, consumer)
         at, places = consumer.places, producer.places
-        times = emitted = 0
-        for place in taken:
-            times += at[place][0]
-            emitted += at[place][1]
+        taken, times, emitted = self._wanted(number, consumer)
         splits = consumer.splits + emitted * producer.splits
         instructions = consumer.instructions + emitted * producer.instructions
         if splits > MOST_SPLITS or instructions << splits > MOST_INSTRUCTIONS:
@@ -255,6 +251,16 @@ class _Queue:
             moved += cost[value] - (consumer.cost[value] if there is not None else 0.0)
         return consumer.work + times * producer.work, moved, cost
 
+    def _wanted(self, number: int, consumer: _Kernel) -> tuple[frozenset[int], float, int]:
+        """Where a kernel reads the results of another, how often each element, and how often code is emitted."""
+        taken = self._taken(number, consumer)
+        times, emitted = 0.0, 0
+        for place in taken:
+            often, code = consumer.places[place]
+            times += often
+            emitted += code
+        return taken, times, emitted
+
     def _taken(self, number: int, consumer: _Kernel) -> frozenset[int]:
         """The places at which a kernel reads the results of another."""
         outs = self.program.outs[number]
@@ -267,9 +273,7 @@ class _Queue:
         found = self._merged(number, producer, consumer)
         assert found is not None
         consumer.work, consumer.moved, cost = found
-        taken = self._taken(number, consumer)
-        times = sum([consumer.places[place][0] for place in taken])
-        emitted = sum([consumer.places[place][1] for place in taken])
+        taken, times, emitted = self._wanted(number, consumer)
         consumer.splits += emitted * producer.splits
         consumer.instructions += emitted * producer.instructions
         for out in self.program.outs[number]:

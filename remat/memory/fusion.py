@@ -46,14 +46,14 @@ class Fusion:
     def _choose(self) -> None:
         nodes = self.execution.nodes
         ends = [runs and self._ends(number) for number, runs in enumerate(self.live)]
-        is_written = written(self._program(), self.live, ends)
+        in_memory = written(self._program(), self.live, ends)
         for number in range(len(nodes) - 1, -1, -1):
             if not self.live[number]:
                 continue
             node = nodes[number]
-            if is_written[number] and not ends[number] and self._is_read_by_one(number):
-                is_written[number] = False
-            if is_written[number]:
+            if in_memory[number] and not ends[number] and self._is_read_by_one(number):
+                in_memory[number] = False
+            if in_memory[number]:
                 self.kernels[number] = frozenset((number,))
                 for out in node.outs:
                     self.is_buffer[out] = True
@@ -62,7 +62,7 @@ class Fusion:
             for kernel in self.kernels[number]:
                 self._count[kernel] += 1
         for number, node in enumerate(nodes):
-            if self.live[number] and not is_written[number]:
+            if self.live[number] and not in_memory[number]:
                 read = sum(self.reads[index] for index in node.ins)
                 for out in node.outs:
                     self.reads[out] = read
@@ -113,18 +113,11 @@ class Fusion:
             ins=[node.ins for node in nodes],
             readers=self.users,
             nbytes=[instance.nbytes for instance in instances],
-            work=[self._work(node) for node in nodes],
+            work=[node.cycles * self.size(n) * CYCLE_BYTES for n, node in enumerate(nodes)],
             splits=[node.op is not None and splits_code(node.op) for node in nodes],
             moves=[node.op is None or node.op.kind != "POINTWISE" for node in nodes],
             part=self._part,
         )
-
-    def _work(self, node: Node) -> float:
-        """The arithmetic of a node, in bytes that could be moved meanwhile."""
-        instances = self.execution.instances
-        around = node.ins if node.reduces else node.outs
-        elements = max([instances[index].elements for index in around], default=0)
-        return node.cycles * elements * CYCLE_BYTES
 
     def _part(self, index: int, reader: int) -> float:
         """How often a reader takes an instance's elements: less than once if it takes a part of them."""

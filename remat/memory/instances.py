@@ -14,7 +14,7 @@ from typing import Literal
 
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
-from remat.core.kernel_work import CYCLES, cycles_of
+from remat.core.kernel_work import cycles_named, cycles_of
 from remat.memory.execution import Execution, Instance, Node, Working
 from remat.memory.identities import moves_nothing, signature
 from remat.memory.splits import ELEMENTAL_PARTS, PART_BYTES, parts_of, shape_of, widths_of
@@ -332,7 +332,7 @@ class Builder:
             step,
             True,
             not is_small,
-            cycles=CYCLES["add"] * (parts - 1),
+            cycles=cycles_named("add") * (parts - 1),
         )
         self.execution.nodes.append(node)
         self.execution.sums[matmul] = number

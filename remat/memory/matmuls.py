@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from remat.core.kernel_work import CYCLES
+from remat.core.kernel_work import cycles_named
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, dependent
@@ -154,7 +154,7 @@ def _split_as_one(execution: Execution, side: int, members: Sequence[int]) -> No
     whole: dict[int, int] = {}  # products that are not split: their sums are their buffers
     for number in split:
         product, total = nodes[number].outs[0], nodes[execution.sums[number]]
-        total.cycles = CYCLES["add"] * (parts - 1)
+        total.cycles = cycles_named("add") * (parts - 1)
         if parts > 1:
             instances[product].nbytes = parts * PART_BYTES * instances[product].elements
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 from remat.core.avals import aval_bytes
-from remat.core.kernel_work import CYCLES
+from remat.core.kernel_work import cycles_named
 
 __all__ = ["CONVOLUTION", "Traits", "traits_of", "workspace_bytes"]
 
@@ -74,7 +74,7 @@ def _of_reduction(eqn: Any) -> Traits:
     count = math.prod(shape[axis] for axis in axes)
     if not _is_elemental(shape, axes):
         return {}
-    return {"elemental": True, "cycles": max(count - 1, 1) * CYCLES.get(eqn.primitive.name, 3)}
+    return {"elemental": True, "cycles": max(count - 1, 1) * cycles_named(eqn.primitive.name)}
 
 
 def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
