@@ -284,10 +284,13 @@ class _Made:
 
 
 def _bench(
-    times: float, more: int
+    times: float, more: int, fastest_share: float | None = None
 ) -> tuple[Callable[[Planner], _Made], Callable[[_Made], Confirmed]]:
-    """Plans of a chain, and a compiler that makes of a prediction a multiple and a constant."""
-    graph = chain(8, heavy=True, fusible=False)
+    """Plans of a chain, and a compiler that makes of a prediction a multiple and a constant.
+
+    With `fastest_share` the program with about that share of the peak is the fastest, whatever is repeated.
+    """
+    graph = chain(8 if fastest_share is None else 16, heavy=True, fusible=False)
 
     def make(planner: Planner) -> _Made:
         assert isinstance(planner, PolicyPlanner)
@@ -302,7 +305,10 @@ def _bench(
         del limit_bytes
         plan = made.plan
         temp = round(times * plan.peak_bytes) + more
-        return Confirmed("toy", "0", temp, 0, 0, 1.0 + plan.recompute_seconds)
+        seconds = 1.0 + plan.recompute_seconds
+        if fastest_share is not None:
+            seconds = 1.0 + abs(plan.peak_bytes / plan.baseline_peak_bytes - fastest_share)
+        return Confirmed("toy", "0", temp, 0, 0, seconds)
 
     return make, compiled
 
@@ -331,6 +337,28 @@ def test_whatever_the_compiler_makes_of_it_the_budget_holds(
     assert plan == replace(plan, confirmed=None)
     if plain <= budget:
         assert plan.confirmed.roofline_seconds == pytest.approx(1.0, rel=1e-3)
+
+
+@given(share=st.floats(0.4, 0.9), fastest_share=st.floats(0.2, 0.4), times=st.floats(0.7, 1.4))
+@laws(8)
+def test_where_less_memory_is_faster_a_larger_budget_misses_none_of_it(
+    share: float, fastest_share: float, times: float
+) -> None:
+    make, compiled = _bench(times, 0, fastest_share)
+    seconds = []
+    for budget in (share, 0.95):
+        plan = confirmed(PolicyPlanner(QUICK, budget, confirm=Confirm(20)), 20, make, compiled)[1]
+        assert plan.confirmed is not None and plan.confirmed.roofline_seconds is not None
+        seconds.append(plan.confirmed.roofline_seconds)
+        if plan.confirmed.temp_bytes < 0.9 * (plan.budget_bytes or 0):
+            assert any("of the budget is used" in note for note in plan.notes)
+    assert seconds[1] <= 1.05 * seconds[0]
+
+
+def test_where_memory_buys_time_none_is_spent_on_less() -> None:
+    make, compiled = _bench(1.0, 0)
+    plan = confirmed(PolicyPlanner(QUICK, 1.0, confirm=Confirm(9)), 9, make, compiled)[1]
+    assert plan.confirmed is not None and plan.confirmed.compiles <= 2
 
 
 @given(share=st.floats(0.2, 1.2), chip=st.floats(0.1, 1.2))

@@ -21,7 +21,7 @@ from remat.core.errors import BudgetError, CompileError, number_or_nan, shown
 from remat.core.interrupt import Progress, or_log, planning
 from remat.fitting.job import Job, Options, Trial
 from remat.fitting.knobs import Knob, choose_knob
-from remat.planning.search import fastest, search
+from remat.planning.search import fastest, further, search
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_seconds, table
 from remat.resolve import budget_hint, parse_budget
@@ -350,11 +350,13 @@ def trials_of(
             knob, first, limit, left=lambda: left() - spare, known=known, tolerance=_TOLERANCE
         )
         plain = None if any(t.fits for t in found) or not spare else knob.plain(sys.maxsize)
-        return found if plain is None else [*found, plain]
+        found = found if plain is None else [*found, plain]
+        return further(knob, first, found, left=left)
     timed = first.roofline_seconds is not None  # else nothing says which is faster
     room = limit - (first.total_bytes - first.temp_bytes)
     plain = knob.plain(round((1 + _NEARLY) * room)) if timed and left() > 0 else None
-    return [*known, first] if plain is None else [*known, first, plain]
+    trials = [*known, first] if plain is None else [*known, first, plain]
+    return further(knob, plain or first, trials, left=left)
 
 
 def too_large(trials: Sequence[Trial], limit_bytes: int, used_up: int | None = None) -> BudgetError:

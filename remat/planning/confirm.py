@@ -295,20 +295,30 @@ def confirmed(
     bench.hold_to(limit)
     plain = bench.trial(UNCHANGED)
     own = Setting("no budget", replace(planner, budget=None, confirm=None))
-    if plain.fits or not isinstance(policy, BudgetPolicy):
-        trials = [plain, bench.trial(own)]
-    else:
-        knob = BudgetKnob(bench, policy)
 
-        def left() -> int:
-            return 0 if interrupted() else max_compiles - len(bench.trials)
+    def left() -> int:
+        return 0 if interrupted() else max_compiles - len(bench.trials)
 
-        anchors, known = knob.anchors(plain, limit), list[_Trial[M]]()
+    knob = BudgetKnob(bench, policy) if isinstance(policy, BudgetPolicy) else None
+    trials = [plain]
+    if plain.fits or knob is None:
+        trials.append(bench.trial(own))
+    if knob is not None:
+        anchors = knob.anchors(plain, limit)
         while left() > 1 and (anchor := next(anchors, None)) is not None:
-            known += [anchor] if anchor is not plain else []
-        trials = search.search(
-            knob, plain, limit, left=left, known=known, tolerance=_TOLERANCE, first_is_alike=False
-        )
+            trials += [anchor] if all(anchor is not trial for trial in trials) else []
+        trials = search.further(knob, plain, trials, left=left)
+        if search.more_may_be_less_time(trials):
+            trials = search.search(
+                knob,
+                plain,
+                limit,
+                left=left,
+                known=trials[1:],
+                tolerance=_TOLERANCE,
+                first_is_alike=False,
+            )
+            trials = search.further(knob, plain, trials, left=left)
     fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
     if not fitting:
         raise_interrupt()
@@ -339,11 +349,11 @@ def _finished(
     if plan.policy_name != policy.name:
         notes.append(f"{best.setting.label}: of what was compiled and fits the fastest")
     if best.temp_bytes < (1 - _TOLERANCE) * limit:
-        above = [t for t in trials if t.found is not None and not t.fits]
-        nearest = min((t.temp_bytes for t in above), default=None)
+        timed = [t for t in trials if t.found is not None and t.temp_bytes > best.temp_bytes]
+        nearest = min((t.temp_bytes for t in timed if not t.fits), default=None)
         why = (
-            "it is as fast as any"
-            if nearest is None
+            "what was compiled and takes more is not faster"
+            if nearest is None or any(t.fits for t in timed)
             else f"the next larger that was compiled takes {nearest:,} bytes"
         )
         notes.append(f"{best.temp_bytes / limit:.0%} of the budget is used: {why}")

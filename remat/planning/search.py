@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from remat.core.interrupt import raise_interrupt
 
-__all__ = ["Knob", "Trial", "fastest", "search"]
+__all__ = ["Knob", "Trial", "fastest", "further", "more_may_be_less_time", "search"]
 
 # All chosen by look, on the models of `benchmarks/fit.py`. None decides what fits, which the compiler says: only
 # how many compiles are spent, and how near to the limit the result comes. Shares:
@@ -20,6 +20,8 @@ _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
 _NEAR = 0.25  # of the temporaries: how far too large the least plans may be for those between to be tried
 _STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
 _INSIDE = 0.02  # of the way between two trials: how near to either of them the next may be placed
+_GAP = 0.1  # of the fastest's prediction: nothing is looked for in smaller gaps around it
+_AS_FAST = 0.01  # of the roofline time: less than this is no difference
 
 
 class Trial(Protocol):
@@ -139,6 +141,75 @@ def search(
     if not any(trial.fits for trial in trials):
         raise_interrupt()
     return trials
+
+
+def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], int]) -> list[T]:
+    """Looks for less time in less memory, as long as what fits is not slower than all that was compiled.
+
+    Where to keep a value takes longer than to compute it again, less memory is less time, and the fastest plan
+    within a limit is far below it. Below the smallest, the next place is a half of what `first` is predicted to
+    take, a quarter and so on, the same for every limit: with more memory allowed, what is found with less is not
+    missed. Around the fastest it is the middle of the wider gap.
+
+    Args:
+        knob: to turn.
+        first: the trial that places are shares of.
+        trials: that were made before.
+        left: how many more compiles there may be.
+
+    Returns:
+        All trials, with those that were added; none are where roofline times are not known.
+    """
+    found = list(trials)
+    while left() > 0:
+        raise_interrupt()
+        timed = [trial for trial in found if trial.roofline_seconds is not None]
+        fitting = sorted((t for t in timed if t.fits), key=lambda t: t.predicted_bytes)
+        if not fitting:
+            break
+        best = fastest(fitting)
+        least_seconds = min(trial.roofline_seconds or 0.0 for trial in timed)
+        is_slow = (best.roofline_seconds or 0.0) > (1 + _AS_FAST) * least_seconds
+        if is_slow or best is max(timed, key=lambda t: t.predicted_bytes):
+            break  # more memory is less time
+        most_seconds = (1 + _AS_FAST) * (best.roofline_seconds or 0.0)
+        best = next(t for t in fitting if (t.roofline_seconds or 0.0) <= most_seconds)
+        below, above = _neighbours(best, fitting)
+        if below is None:
+            place = first.predicted_bytes // 2
+            while place >= best.predicted_bytes > 0:
+                place //= 2
+        else:
+            low, high = below, best
+            if above is not None and _gap(best, above) > _gap(below, best):
+                low, high = best, above
+            if _gap(low, high) <= _GAP * best.predicted_bytes:
+                break
+            place = (low.predicted_bytes + high.predicted_bytes) // 2
+        trial = knob.at(place, below, above)
+        if trial is None or _is_among(trial, found):
+            break
+        found.append(trial)
+    return found
+
+
+def _neighbours(trial: T, ordered: Sequence[T]) -> tuple[T | None, T | None]:
+    """The next with less and with more memory by prediction."""
+    place = next(i for i, other in enumerate(ordered) if other is trial)
+    return (
+        ordered[place - 1] if place > 0 else None,
+        ordered[place + 1] if place + 1 < len(ordered) else None,
+    )
+
+
+def _gap(low: Trial, high: Trial) -> int:
+    return high.predicted_bytes - low.predicted_bytes
+
+
+def more_may_be_less_time(trials: Sequence[Trial]) -> bool:
+    """Whether of all that fit the one with the most memory is the fastest, or nothing fits."""
+    fitting = [trial for trial in trials if trial.fits]
+    return not fitting or fastest(fitting) is max(fitting, key=lambda t: t.predicted_bytes)
 
 
 def fastest(fitting: Sequence[T]) -> T:
