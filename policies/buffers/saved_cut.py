@@ -200,11 +200,18 @@ class _Capacity:
         self.device = get_device(rules.device)
 
     def save(self, value: int) -> int:
-        """Traffic of keeping a value: one read, one write unless it is written anyway."""
-        if not self.graph.values[value].savable:
+        """Traffic of keeping a value: one read, one write unless it is written anyway.
+
+        A loop writes what it keeps of an iteration into a stack, whether or not it is written besides.
+        """
+        graph = self.graph
+        if not graph.values[value].savable:
             return INFINITE
-        size = stored_bytes(self.graph.values[value])
-        written = is_written_forward(self.graph, value) or value in self.graph.fixed
+        size = stored_bytes(graph.values[value])
+        if graph.multiplicity > 1:
+            written = value in graph.fixed or value in graph.alive_anyway
+        else:
+            written = is_written_forward(graph, value)
         passes = 1 if written else 2
         # An empty or zero-byte value still has to be on one side; one unit breaks no tie between others.
         return size * passes * _SCALE + 1

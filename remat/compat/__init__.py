@@ -55,6 +55,7 @@ from remat.compat.evaluation import (
     identity_of,
     rounding_after,
 )
+from remat.compat.layouts import row_major
 from remat.compat.loops import (
     ScanParts,
     run_chunks,
@@ -114,6 +115,7 @@ __all__ = [
     "plain_params",
     "rounding_after",
     "run_chunks",
+    "row_major",
     "run_scan",
     "scan_parts",
     "scope_of",

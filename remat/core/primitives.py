@@ -380,7 +380,7 @@ def _metadata() -> dict[str, OpSpec]:
         """,
         identity,
     ) | _rows(
-        "device_put layout_constraint optimization_barrier relayout",
+        "device_put layout_constraint optimization_barrier relayout row_major",
         replace(identity, fusible=False),
     )
 

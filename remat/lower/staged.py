@@ -6,6 +6,7 @@ backward steps. A barrier step is one `optimization_barrier` over kept values an
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from remat.plans.liveness import read_before_made
 from remat.plans.plan import Plan
 from remat.plans.steps import Step
 from remat.trace.custom_rules import Rule, with_rule, without_rule
+from remat.trace.emission import CONVOLUTION
 from remat.trace.joint import Joint
 from remat.trace.program import (
     Equation,
@@ -79,9 +81,30 @@ class Staged:
         program = self.joint.program
         machine.env.update(zip(program.inputs[: self.joint.num_inputs], inputs, strict=True))
         machine.run(self.plan.schedule.forward)
-        kept = [machine.env[v] for v in self.crossing.raw]
+        kept = [self._stacked(v, machine.env[v]) for v in self.crossing.raw]
         kept += [machine.bits[v] for v in self.crossing.bits]
         return [machine.read(atom) for atom in self.joint.output_atoms], kept
+
+    def _stacked(self, value: int, kept: Any) -> Any:
+        """What a loop stacks and its backward loop reads in slices, in one layout; see `_laid_out`."""
+        return compat.row_major(kept) if value in self._laid_out else kept
+
+    @cached_property
+    def _laid_out(self) -> frozenset[int]:
+        """Values that loops with matmuls stack: XLA would choose one layout forward and another one backward.
+
+        cuDNN's convolutions want one layout for all, which XLA chooses for both loops alike. Left alone is besides
+
+        - what is the same in every iteration: it is not stacked,
+        - what is a result, too: it is stacked once only if it is the same array,
+        - what is read beside a larger array, as a row's sum is: it has the layout that the larger one wants.
+        """
+        graph = self.plan.graph
+        heavy = {op.name for op in graph.ops if op.heavy}
+        if graph.multiplicity == 1 or "dot_general" not in heavy or CONVOLUTION in heavy:
+            return frozenset()
+        left = graph.fixed.union(graph.outputs)
+        return frozenset(v for v in self.crossing.raw if v not in left and not _is_spread(graph, v))
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Returns one gradient per perturbed input; `cotangents` are those of the inexact results."""
@@ -91,8 +114,9 @@ class Staged:
 
     def _run_backward(self, residuals: list[Any], cotangents: list[Any]) -> list[Any]:
         machine, crossing = _Machine(self.joint, self.plan.graph), self.crossing
-        raw = (*crossing.inputs, *crossing.raw)
+        through, raw = len(crossing.inputs), (*crossing.inputs, *crossing.raw)
         machine.env.update(zip(raw, residuals[: len(raw)], strict=True))
+        machine.env.update((v, self._stacked(v, machine.env[v])) for v in raw[through:])
         machine.bits.update(zip(crossing.bits, residuals[len(raw) :], strict=True))
         names = self.joint.program.inputs[self.joint.num_inputs :]
         machine.env.update(zip(names, cotangents, strict=True))
@@ -103,6 +127,14 @@ class Staged:
             jnp.asarray(machine.read(atom), program.avals[v].dtype)
             for v, atom in zip(wanted, self.joint.gradient_atoms, strict=True)
         ]
+
+
+def _is_spread(graph: Graph, value: int) -> bool:
+    """Whether an operator that fuses makes more elements of a value than it has."""
+    users = (graph.ops[user] for user in graph.users[value])
+    made = (v for op in users if op.fusible for v in op.outputs)
+    size = math.prod(graph.values[value].shape)
+    return any(math.prod(graph.values[v].shape) > size for v in made)
 
 
 def are_concrete(values: Sequence[Any]) -> bool:
