@@ -41,12 +41,19 @@ class Fusion:
         self._results = set(execution.results)
         self._count = [0] * len(execution.nodes)  # by kernel, the nodes in it
         self._reach: list[int] | None = None
+        self._inside, self._operands = self._taken_in()
         self._choose()
 
     def _choose(self) -> None:
         nodes = self.execution.nodes
         ends = [runs and self._ends(number) for number, runs in enumerate(self.live)]
-        in_memory = written(self._program(), self.live, ends)
+        runs = [*self.live]
+        for number in sorted(self._inside, reverse=True):
+            # What matmuls alone read, and each of them makes itself, is no kernel.
+            runs[number] = ends[number] or any(
+                runs[user] for user in self._others(number, nodes[number].outs)
+            )
+        in_memory = written(self._program(runs), runs, ends)
         for number in range(len(nodes) - 1, -1, -1):
             if not self.live[number]:
                 continue
@@ -74,8 +81,50 @@ class Fusion:
         return (
             not readers
             or not self._results.isdisjoint(node.outs)
-            or is_written(not node.fusible or node.reduces, self._apart_from(node.outs, readers))
+            or number in self._operands
+            or is_written(
+                not node.fusible or node.reduces,
+                self._apart_from(node.outs, self._others(number, node.outs)),
+            )
         )
+
+    def _taken_in(self) -> tuple[dict[int, set[int]], set[int]]:
+        """What matmuls compute in their own kernels, and the operators whose results these then read.
+
+        By operator the matmuls that make its results themselves. XLA's `gemm_fusion` takes in what makes one array
+        of one that is no larger, element by element, each matmul for itself (`IsInputWorthFusing`; what an operator
+        reads besides is a number).
+        """
+        nodes, instances = self.execution.nodes, self.execution.instances
+        inside: dict[int, set[int]] = {}
+        operands: set[int] = set()
+        for matmul, node in enumerate(nodes):
+            if not self.live[matmul] or node.name != "dot_general":
+                continue
+            for index in node.ins:
+                producer = instances[index].producer
+                is_first = True
+                while producer >= 0 and self._is_taken_in(producer):
+                    inside.setdefault(producer, set()).add(matmul)
+                    producer = instances[nodes[producer].ins[0]].producer
+                    is_first = False
+                if producer >= 0 and not is_first:
+                    operands.add(producer)
+        return inside, operands
+
+    def _is_taken_in(self, number: int) -> bool:
+        node, instances = self.execution.nodes[number], self.execution.instances
+        if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
+            return False
+        if len(node.ins) != 1 or len(node.outs) != 1:
+            return False
+        read, made = instances[node.ins[0]], instances[node.outs[0]]
+        return read.elements == made.elements and read.nbytes <= made.nbytes
+
+    def _others(self, number: int, outs: Sequence[int]) -> list[int]:
+        """The readers of a node's results that do not make them themselves."""
+        matmuls = self._inside.get(number, ())
+        return [user for user in self._readers(outs) if user not in matmuls]
 
     def _is_read_by_one(self, number: int) -> bool:
         """Whether all that read a node are one kernel to XLA: of its size, independent, not all of one operator.
@@ -106,12 +155,18 @@ class Fusion:
             self._reach = reach
         return self._reach
 
-    def _program(self) -> Program:
+    def _program(self, runs: Sequence[bool]) -> Program:
         nodes, instances = self.execution.nodes, self.execution.instances
+        readers = list(self.users)
+        for number in self._inside:
+            for out in nodes[number].outs:
+                readers[out] = self._others(number, (out,))
+            for index in nodes[number].ins:
+                readers[index] = [user for user in readers[index] if runs[user]]
         return Program(
             outs=[node.outs for node in nodes],
             ins=[node.ins for node in nodes],
-            readers=self.users,
+            readers=readers,
             nbytes=[instance.nbytes for instance in instances],
             work=[node.cycles * self.size(n) * CYCLE_BYTES for n, node in enumerate(nodes)],
             splits=[node.op is not None and splits_code(node.op) for node in nodes],
