@@ -106,7 +106,10 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
                 for out in written.intersection(kernel.writes)
             ]
     last = len(order) - 1
-    results = [Range(i, instances[i].nbytes, start[i], last) for i in written if i in start]
+    own = _written_over(execution, written, start, end)
+    results = [
+        Range(i, instances[i].nbytes, start[own.get(i, i)], last) for i in written if i in start
+    ]
     ranges = [
         Range(i, instances[i].nbytes, at, end[i])
         for i, at in start.items()
@@ -121,9 +124,31 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
     ranges += [
         Range(*k.workspace, i, i, True) for i, k in enumerate(order) if k.workspace is not None
     ]
-    kept = written - execution.copied
+    kept = (written - execution.copied).union(own.values())
     ranges = [r for r in ranges if r.nbytes and r.index not in kept]
     return Layout(order, ranges + sliced, results)
+
+
+def _written_over(
+    execution: Execution, results: Iterable[int], start: Mapping[int, int], end: Mapping[int, int]
+) -> dict[int, int]:
+    """By result of the program what it is written over: a scatter's operand has its buffer from the beginning."""
+    instances = execution.instances
+    found: dict[int, int] = {}
+    for index in set(results) - execution.copied:
+        producer = instances[index].producer
+        node = execution.nodes[producer] if producer >= 0 else None
+        if node is None or node.name not in (*SCATTERS, *IN_PLACE) or index not in start:
+            continue
+        target = instances[node.ins[0]].root
+        is_made = target in start and target not in execution.sources
+        if (
+            is_made
+            and end[target] == start[index]
+            and instances[target].nbytes == instances[index].nbytes
+        ):
+            found[index] = target
+    return found
 
 
 def occupy(execution: Execution, layout: Layout) -> Occupancy:
