@@ -13,7 +13,7 @@ from __future__ import annotations
 from remat.memory.execution import Execution
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel
-from remat.memory.tables import SMALL_SHARE
+from remat.memory.tables import SCATTERS, SMALL_SHARE
 from remat.memory.zeros import ArrayKind, array_kind
 
 __all__ = ["made_early", "put_off"]
@@ -37,11 +37,13 @@ class _ListScheduler:
     def __init__(self, execution: Execution, kernels: list[Kernel]) -> None:
         self.kernels = kernels
         self.size = [instance.nbytes for instance in execution.instances]
-        self.sources = execution.sources
         self.stacks = execution.stacks
         read: set[int] = set().union(*(kernel.reads for kernel in kernels))
         # Results that nothing reads: their kernels may wait.
         self.final = {execution.instances[index].root for index in execution.results} - read
+        self.filled = self._filled(execution)
+        self.made: set[int] = set()  # zeros
+        self.sources = execution.sources.union(*(z.writes for z in self.filled.values()))
         self.sums = self._sums(execution)
         self.readers: dict[int, int] = {}  # of every buffer how many have not run yet
         for kernel in kernels:
@@ -56,6 +58,7 @@ class _ListScheduler:
     def order(self) -> list[Kernel]:
         """Returns the kernels in the order in which they run."""
         behind = {total.node for totals in self.sums.values() for total in totals}
+        behind.update(zeros.node for zeros in self.filled.values())
         for kernel in self.kernels:
             if kernel.node in behind:
                 continue
@@ -74,8 +77,37 @@ class _ListScheduler:
                 self._run_what_takes_less(kernel)
             self._run(kernel)
         for _, kernel in self.waiting.values():
-            self.ran += [kernel, *self.sums.get(kernel.node, ())]
+            self.ran += [*self._before(kernel), kernel, *self.sums.get(kernel.node, ())]
         return self.ran
+
+    def _filled(self, execution: Execution) -> dict[int, Kernel]:
+        """By scatter that makes gradients alone: the kernel of the zeros that such scatters are written over.
+
+        Each is written over zeros of its own, all made by one kernel (XLA merges it across the program). That takes
+        what all the gradients take, so that XLA runs it last, just before the scatters.
+        """
+        users: dict[int, list[Kernel]] = {}
+        for kernel in self.kernels:
+            for root in kernel.reads:
+                users.setdefault(root, []).append(kernel)
+        found: dict[int, Kernel] = {}
+        for kernel in () if execution.stacks else self.kernels:
+            readers = users.get(kernel.writes[0], []) if len(kernel.writes) == 1 else []
+            if not kernel.reads and all(
+                execution.nodes[reader.node].name in SCATTERS
+                and self.final.issuperset(reader.writes)
+                for reader in readers
+            ):
+                found.update((reader.node, kernel) for reader in readers)
+        return found
+
+    def _before(self, kernel: Kernel) -> list[Kernel]:
+        """What runs just before a kernel: the zeros that it is the first to be written over."""
+        zeros = self.filled.get(kernel.node)
+        if zeros is None or zeros.node in self.made:
+            return []
+        self.made.add(zeros.node)
+        return [zeros]
 
     def _sums(self, execution: Execution) -> dict[int, list[Kernel]]:
         """By matmul that is split and makes only gradients: the kernels that add its parts, run behind it."""
@@ -119,10 +151,20 @@ class _ListScheduler:
         return freed - self._written(kernel)
 
     def _written(self, kernel: Kernel) -> int:
-        return sum(self.size[root] for root in self._writes(kernel))
+        zeros = self.filled.get(kernel.node)
+        if zeros is None:
+            return sum(self.size[root] for root in self._writes(kernel))
+        if zeros.node in self.made:
+            return 0
+        return sum(
+            self.size[out]
+            for other in self.kernels
+            if self.filled.get(other.node) is zeros
+            for out in other.writes
+        )
 
     def _run(self, kernel: Kernel) -> None:
-        self.ran.append(kernel)
+        self.ran += [*self._before(kernel), kernel]
         for root in kernel.reads - self.sources:
             self.readers[root] -= 1
         for node in list(self.needs):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from remat.memory.execution import Execution
@@ -106,7 +106,7 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
                 for out in written.intersection(kernel.writes)
             ]
     last = len(order) - 1
-    own = _written_over(execution, written, start, end)
+    own = _written_over(execution, order, written)
     results = [
         Range(i, instances[i].nbytes, start[own.get(i, i)], last) for i in written if i in start
     ]
@@ -130,24 +130,31 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
 
 
 def _written_over(
-    execution: Execution, results: Iterable[int], start: Mapping[int, int], end: Mapping[int, int]
+    execution: Execution, order: Sequence[Kernel], results: set[int]
 ) -> dict[int, int]:
-    """By result of the program what it is written over: a scatter's operand has its buffer from the beginning."""
-    instances = execution.instances
+    """By result of the program what it is written over: a scatter's operand has its buffer from the beginning.
+
+    That is made for the scatter alone, or is zeros for several: XLA makes as many as there are scatters.
+    """
+    nodes, instances = execution.nodes, execution.instances
+    readers: dict[int, list[int]] = {}
+    targets: dict[int, int] = {}
+    made = {out: kernel for kernel in order for out in kernel.writes}
+    for kernel in order:
+        for root in kernel.reads:
+            readers.setdefault(root, []).append(kernel.node)
+        if nodes[kernel.node].name in SCATTERS and results.issuperset(kernel.writes):
+            targets[kernel.node] = instances[nodes[kernel.node].ins[0]].root
     found: dict[int, int] = {}
-    for index in set(results) - execution.copied:
-        producer = instances[index].producer
-        node = execution.nodes[producer] if producer >= 0 else None
-        if node is None or node.name not in (*SCATTERS, *IN_PLACE) or index not in start:
+    for node, target in targets.items():
+        (out,) = nodes[node].outs
+        if target not in made or target in execution.sources or out in execution.copied:
             continue
-        target = instances[node.ins[0]].root
-        is_made = target in start and target not in execution.sources
-        if (
-            is_made
-            and end[target] == start[index]
-            and instances[target].nbytes == instances[index].nbytes
-        ):
-            found[index] = target
+        is_zeros = not made[target].reads
+        same = [other for other in readers[target] if targets.get(other) == target]
+        is_alone = len(same) == len(readers[target]) and (is_zeros or len(same) == 1)
+        if is_alone and instances[target].nbytes == instances[out].nbytes:
+            found[out] = target
     return found
 
 
