@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of
-from remat.memory.tables import IN_PLACE, SCATTERS, SEVERAL_RESULTS, TINY_SHARE
+from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SCATTERS, SEVERAL_RESULTS, TINY_SHARE
 
 __all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy", "occupy_by"]
 
@@ -276,7 +276,8 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
 
     XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if it
     made several arrays, as do a loop and a call of a library (a convolution: its result and its scratch space).
-    Of merged kernels no result may be written over what another is made of, too (`FusionCanShareBufferHint`).
+    Of the results of merged kernels XLA was seen to write one in place if they are in a type narrower than the one
+    they are computed in (bfloat16), all if in float32.
     """
     nodes, instances = execution.nodes, execution.instances
     tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
@@ -313,12 +314,12 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
             for root in reductions[first] & reductions[last] & kernel.reads
         )
 
-    dying: dict[tuple[int, int], list[int]] = {}
-    for found in ranges:
-        if serves(found):
-            dying.setdefault((found.end, found.nbytes), []).append(found.index)
+    places = {found.index: found for found in ranges if serves(found)}
+    dying: dict[tuple[int, int], int] = {}
+    for found in places.values():
+        dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
     twice: list[Range] = []
-    made_of: dict[int, dict[int, set[int]]] = {}  # by kernel
+    overwriting: set[tuple[int, int]] = set()
     for found in ranges:
         producer = instances[found.index].producer
         node = nodes[producer] if producer >= 0 else None
@@ -334,37 +335,15 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
             not node.fusible or node.reduces or found.index in kept
         ):
             continue
-        kernel = order[found.start]
-        there = dying.get((found.start, found.nbytes), [])
-        candidates = [index for index in there if index != found.index]
-        if candidates and len(kernel.writes) > 1:
-            if found.start not in made_of:
-                made_of[found.start] = _made_of(execution, kernel)
-            of = made_of[found.start]
-            candidates = [i for i in candidates if of.get(i, set()) <= {found.index}]
-        if candidates:
-            there.remove(candidates[0])
+        key = (found.start, found.nbytes)
+        own = found.end == found.start and found.index in places
+        narrow = found.nbytes < COMPUTED_BYTES * instances[found.index].elements
+        several = narrow and order[found.start].merged
+        if dying.get(key, 0) > own and not (several and key in overwriting):
+            dying[key] -= 1
+            overwriting.add(key)
             twice.append(found)
     return twice
-
-
-def _made_of(execution: Execution, kernel: Kernel) -> dict[int, set[int]]:
-    """By buffer that a merged kernel reads, its results that are made of it; what it reduces is not among them."""
-    nodes, instances = execution.nodes, execution.instances
-    found: dict[int, set[int]] = {}
-    for out in kernel.writes:
-        if nodes[instances[out].producer].reduces:
-            continue
-        todo, seen = [out], {out}
-        while todo:
-            for index in nodes[instances[todo.pop()].producer].ins:
-                root = instances[index].root
-                if root in kernel.reads:
-                    found.setdefault(root, set()).add(out)
-                elif index not in seen and instances[index].producer >= 0:
-                    seen.add(index)
-                    todo.append(index)
-    return found
 
 
 def _row_reductions(execution: Execution, order: list[Kernel]) -> dict[int, set[int]]:

@@ -10,6 +10,7 @@ from remat.core.primitives import Trait, primitives_with
 __all__ = [
     "CODE_CYCLES",
     "COMPARED",
+    "COMPUTED_BYTES",
     "CONVOLUTION",
     "DETERMINED",
     "FAR",
@@ -62,8 +63,10 @@ MOST_PIECES, PIECE = 4, 64
 # `benchmarks.memory_model` (`python -m benchmarks.memory_numbers`), and of 45 plans (min_cut, full, echo) for the
 # toys of `models.cases.SMALL_CASES`, whose arrays take kilobytes. Measured when fusion was still a matter of rules.
 
-# What an element takes: XLA has s32 for where a pool has its largest.
+# What an array takes; XLA's types: s32 for where a pool has its largest, float32 for what element-wise kernels
+# compute.
 INDEX_BYTES = 4
+COMPUTED_BYTES = 4
 # Of packing a mask or reading one back, per element: a shift, an and, an or or a comparison, three cycles each.
 CODE_CYCLES = 9
 # The others were observed, on the networks of that benchmark, and not derived.
