@@ -285,7 +285,7 @@ class _Made:
 
 def _bench(
     times: float, more: int, fastest_share: float | None = None
-) -> tuple[Callable[[Planner], _Made], Callable[[_Made], Confirmed]]:
+) -> tuple[Callable[[Planner], _Made], Callable[..., Confirmed]]:
     """Plans of a chain, and a compiler that makes of a prediction a multiple and a constant.
 
     With `fastest_share` the program with about that share of the peak is the fastest, whatever is repeated.

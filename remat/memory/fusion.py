@@ -15,7 +15,7 @@ from remat.core.buffers import is_written
 from remat.core.kernel_work import CYCLE_BYTES, splits_code, times_read
 from remat.core.priority_fusion import Program, written
 from remat.memory.execution import Execution, Node, live_nodes, users_of
-from remat.memory.tables import SCATTERS
+from remat.memory.tables import OF_SEVERAL, SCATTERS
 
 __all__ = ["Fusion"]
 
@@ -113,12 +113,15 @@ class Fusion:
         return inside, operands
 
     def _is_taken_in(self, number: int) -> bool:
-        node, instances = self.execution.nodes[number], self.execution.instances
+        nodes, instances = self.execution.nodes, self.execution.instances
+        node = nodes[number]
         if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
             return False
-        if len(node.ins) != 1 or len(node.outs) != 1:
+        if len(node.ins) != 1 or len(node.outs) != 1 or node.name in OF_SEVERAL:
             return False
         read, made = instances[node.ins[0]], instances[node.outs[0]]
+        if {node.name, nodes[read.producer].name if read.producer >= 0 else ""} == {"min", "max"}:
+            return False  # both are one operator of three arrays
         return read.elements == made.elements and read.nbytes <= made.nbytes
 
     def _others(self, number: int, outs: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ __all__ = [
     "IN_PLACE",
     "MERGED_BYTES",
     "MOST_PIECES",
+    "OF_SEVERAL",
     "PARTED",
     "PICKS",
     "PIECE",
@@ -46,6 +47,8 @@ PARTED = frozenset({"split", "unstack"})
 COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
 IN_PLACE = primitives_with(Trait.IN_PLACE)
+# To XLA operators of several arrays: numbers beside one are arrays, too, and a power is a product of its operand.
+OF_SEVERAL = frozenset({"clamp", "integer_pow", "select_n", "square"})
 SCATTERS = frozenset(name for name in IN_PLACE if name.startswith("scatter"))
 # What returns several arrays to XLA, however many it has in the graph: a library's call has its scratch space, too.
 SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)

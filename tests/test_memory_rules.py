@@ -1,0 +1,126 @@
+"""What XLA does around matmuls and scatters: the model, and the compiler, on programs that show one thing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from random_graphs import GraphBuilder
+
+import remat
+from remat.core.graph import Graph
+from remat.memory.predict import predict
+from remat.policies import Unchanged
+
+BIG = (1024, 1024)
+BIG_BYTES = 4 * 1024 * 1024
+
+
+def layer(activation: str, operands: int = 1) -> Graph:
+    """`f(h)` for a matmul forward and for its weight's gradient, and `h` for the gradient of `f`."""
+    builder = GraphBuilder()
+    kind = {"fusible": False, "heavy": True, "contracts": ((0,), (0,), (), ())}
+    h = builder.op("dot", [builder.input(BIG)], BIG)
+    others = [builder.input(BIG) for _ in range(operands - 1)]
+    made = builder.op(activation, [h, *others], BIG)
+    loss = builder.op("dot_general", [made], (), **kind)
+    ct = builder.cotangent((1024, 1))
+    weight = builder.op("dot_general", [made, ct], (1024, 1), **kind)
+    grad = builder.op("dot", [builder.op("mul", [h, ct], BIG)], (4,))
+    return builder.build([loss], [weight, grad])
+
+
+def test_a_matmul_makes_what_is_one_arrays_elements_one_by_one() -> None:
+    assert predict(layer("max")).peak_bytes < 1.1 * BIG_BYTES
+    # What is made of two arrays is in memory for it.
+    assert predict(layer("mul", operands=2)).peak_bytes >= 2 * BIG_BYTES
+
+
+def tables(count: int, read_once_more: bool = False) -> Graph:
+    """Gradients of tables are scattered into zeros while there is much else; then there is not."""
+    builder = GraphBuilder()
+    ct = builder.cotangent(())
+    where = builder.input((4,))
+    wide = builder.op("dot", [ct], BIG)
+    zeros = builder.op("broadcast_in_dim", [], BIG)
+    grads = [
+        builder.op("scatter-add", [zeros, where, builder.input((4,))], BIG, fusible=False)
+        for _ in range(count)
+    ]
+    last = [builder.op("dot", [wide], (4,))]
+    if read_once_more:
+        last.append(builder.op("dot", [zeros], (4,)))
+    return builder.build([], [*grads, *last])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_gradients_scattered_into_zeros_take_no_memory_but_their_own(count: int) -> None:
+    """The zeros are made last, in the results' place; what else there is lies in them before."""
+    assert predict(tables(count)).peak_bytes < 0.1 * BIG_BYTES
+
+
+def test_zeros_that_another_reads_are_an_array_of_their_own() -> None:
+    assert predict(tables(2, read_once_more=True)).peak_bytes >= BIG_BYTES
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def perceptron(activation: Callable[[jax.Array], jax.Array]) -> tuple[Any, tuple[Any, ...]]:
+    sizes = (256, 1024, 768, 512, 1)
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        for number, (weight, bias) in enumerate(params):
+            x = x @ weight + bias
+            x = activation(x) if number < len(params) - 1 else x
+        return jnp.mean((x[:, 0] - y) ** 2)
+
+    params = [(shape(a, b), shape(b)) for a, b in itertools.pairwise(sizes)]
+    return loss, (params, shape(8192, sizes[0]), shape(8192))
+
+
+def recommender(fields: int, bags: int) -> tuple[Any, tuple[Any, ...]]:
+    """Tables, the products of all pairs of what is looked up, and a perceptron (Naumov et al. 2019)."""
+    width, rows, batch = 64, 60_000, 8192
+    first, second = jnp.tril_indices(fields, -1)
+
+    def loss(params: Any, where: jax.Array, y: jax.Array) -> jax.Array:
+        found = [t[where[:, i]].sum(1) for i, t in enumerate(params["tables"])]
+        stacked = jnp.stack(found, 1)
+        x = jnp.einsum("bfd,bgd->bfg", stacked, stacked)[:, first, second]
+        for weight in params["layers"]:
+            x = jax.nn.relu(x @ weight)
+        return jnp.mean((x.sum(1) - y) ** 2)
+
+    sizes = (len(first), 768, 1024, 256)
+    params = {
+        "layers": [shape(a, b) for a, b in itertools.pairwise(sizes)],
+        "tables": [shape(rows, width) for _ in range(fields)],
+    }
+    return loss, (params, shape(batch, fields, bags, dtype="int32"), shape(batch))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("policy", ["none", "min_cut"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: perceptron(jax.nn.relu),
+        lambda: perceptron(jax.nn.relu6),
+        lambda: perceptron(lambda x: jnp.maximum(0.1 * x, x)),
+        lambda: recommender(6, 2),
+        lambda: recommender(12, 1),
+    ],
+    ids=["relu", "relu6", "leaky", "few_tables", "tables"],
+)
+def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
+    loss, args = build()
+    plan = remat.plan(loss, *args, remat_policy=Unchanged() if policy == "none" else policy)
+    wrapped = remat.checkpoint(loss, remat_policy=plan)
+    report = remat.compile_report(jax.grad(wrapped), *args, device="h200")
+    assert plan.peak_bytes == pytest.approx(report.temp_bytes, rel=0.1)
