@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -31,7 +32,7 @@ def row_major(x: Any) -> Any:
     for symbolic shapes it is `x` as it is.
     """
     aval = jax.typeof(x)
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or len(aval.shape) < 2:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended) or len(aval.shape) < 2:
         return x
     return _row_major.bind(x)
 
