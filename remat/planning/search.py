@@ -144,7 +144,7 @@ def search(
 
 
 def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], int]) -> list[T]:
-    """Looks for less time in less memory, as long as what fits is not slower than all that was compiled.
+    """Looks for less time in less memory, where something with more memory is slower than what fits.
 
     Where to keep a value takes longer than to compute it again, less memory is less time, and the fastest plan
     within a limit is far below it. Below the smallest, the next place is a half of what `first` is predicted to
@@ -168,12 +168,12 @@ def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], 
         if not fitting:
             break
         best = fastest(fitting)
-        least_seconds = min(trial.roofline_seconds or 0.0 for trial in timed)
-        is_slow = (best.roofline_seconds or 0.0) > (1 + _AS_FAST) * least_seconds
-        if is_slow or best is max(timed, key=lambda t: t.predicted_bytes):
-            break  # more memory is less time
-        most_seconds = (1 + _AS_FAST) * (best.roofline_seconds or 0.0)
-        best = next(t for t in fitting if (t.roofline_seconds or 0.0) <= most_seconds)
+        seconds = best.roofline_seconds or 0.0
+        enough = (1 + _AS_FAST) * min(trial.roofline_seconds or 0.0 for trial in timed)
+        above = [t for t in timed if t.predicted_bytes > best.predicted_bytes]
+        if seconds > enough or not any((t.roofline_seconds or 0.0) > enough for t in above):
+            break  # more memory is less time, or the same
+        best = next(t for t in fitting if (t.roofline_seconds or 0.0) <= enough)
         below, above = _neighbours(best, fitting)
         if below is None:
             place = first.predicted_bytes // 2
