@@ -120,6 +120,36 @@ print(len(re.findall("all-gather", lowered.compile().as_text())))
     assert done.stdout.strip() == "0"
 
 
+@pytest.mark.parametrize("policy", ["min_cut", "save_all", "low_memory", "full"])
+def test_derivatives_are_those_of_the_function_where_integers_and_masks_are_stacked(
+    policy: str,
+) -> None:
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            best = jax.lax.top_k(x, 3)[1]
+            gate = jnp.take_along_axis(jnp.sin(x @ weight), best, 1)
+            y = jnp.where(x > 0, jnp.tanh(x @ weight), 0.1) * jnp.sum(gate**2, 1, keepdims=True)
+            return x + 0.1 * y, None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    args = (
+        jax.random.normal(jax.random.key(0), (3, 6, 6)),
+        jax.random.normal(jax.random.key(1), (8, 6)),
+    )
+    planned = remat.checkpoint(loss, remat_policy=policy)
+    several = args[0], jnp.stack([args[1], -args[1]], 2)
+    for transform, given in (
+        (lambda f: jax.grad(f, (0, 1)), args),
+        (lambda f: jax.jit(jax.hessian(f, 1)), args),
+        (lambda f: lambda *args: jax.jvp(jax.grad(f), args, args), args),
+        (lambda f: jax.vmap(jax.grad(f, 1), (None, 2), 2), several),
+    ):
+        found, expected = (jax.tree.leaves(transform(f)(*given)) for f in (planned, loss))
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu_compile
 def test_no_stack_is_copied_into_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []

@@ -154,14 +154,8 @@ class _ListScheduler:
         zeros = self.filled.get(kernel.node)
         if zeros is None:
             return sum(self.size[root] for root in self._writes(kernel))
-        if zeros.node in self.made:
-            return 0
-        return sum(
-            self.size[out]
-            for other in self.kernels
-            if self.filled.get(other.node) is zeros
-            for out in other.writes
-        )
+        scatters = sum(other is zeros for other in self.filled.values())
+        return 0 if zeros.node in self.made else scatters * self.size[zeros.writes[0]]
 
     def _run(self, kernel: Kernel) -> None:
         self.ran += [*self._before(kernel), kernel]

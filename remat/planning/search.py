@@ -170,8 +170,8 @@ def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], 
         best = fastest(fitting)
         seconds = best.roofline_seconds or 0.0
         enough = (1 + _AS_FAST) * min(trial.roofline_seconds or 0.0 for trial in timed)
-        above = [t for t in timed if t.predicted_bytes > best.predicted_bytes]
-        if seconds > enough or not any((t.roofline_seconds or 0.0) > enough for t in above):
+        larger = [t for t in timed if t.predicted_bytes > best.predicted_bytes]
+        if seconds > enough or not any((t.roofline_seconds or 0.0) > enough for t in larger):
             break  # more memory is less time, or the same
         best = next(t for t in fitting if (t.roofline_seconds or 0.0) <= enough)
         below, above = _neighbours(best, fitting)
