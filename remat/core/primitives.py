@@ -376,11 +376,11 @@ def _metadata() -> dict[str, OpSpec]:
     return _rows(
         """
         add_dependency assert_consumed_value consume dim_as_value dimension_size mesh_cast name
-        platform_index shard_alike sharding_constraint stage stop_gradient tie xla_metadata_value
+        platform_index row_major shard_alike sharding_constraint stage stop_gradient tie xla_metadata_value
         """,
         identity,
     ) | _rows(
-        "device_put layout_constraint optimization_barrier relayout row_major",
+        "device_put layout_constraint optimization_barrier relayout",
         replace(identity, fusible=False),
     )
 
