@@ -329,13 +329,13 @@ def test_dtr_beside_the_planners_on_a_small_model(
 ) -> None:
     monkeypatch.setattr(dtr_policy, "MODELS", {"tiny": tiny})
     path = tmp_path / "dtr.json"
-    command = ["--no-compile", "--budgets", "0.6", "--seconds", "5", "--resume", str(path)]
+    command = ["--no-compile", "--budgets", "0.8", "--seconds", "5", "--resume", str(path)]
     assert dtr_policy.main([*command, "--check"]) == 0
     rows = budgets.read_rows(path, dtr_policy.Planned)
     assert [row.policy for row in rows] == ["none", *dtr_policy.Settings().policies]
     found = {row.policy: row for row in rows if row.error is None}
     assert found["none"].overhead == 0 and found["none"].temp_bytes is None
-    assert found["dtr"].predicted_bytes <= 0.6 * found["none"].predicted_bytes
+    assert found["dtr"].predicted_bytes <= 0.8 * found["none"].predicted_bytes
     assert found["dtr"].overhead >= found["ilp"].overhead > 0
     monkeypatch.setattr(dtr_policy, "measure", never)
     assert dtr_policy.main(command) == 0
