@@ -400,7 +400,7 @@ def training():
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from remat.plans.diff import diff
 
-    function, args = cases.residual_mlp_small()
+    function, args = cases.gpt_blocks_scan_small()
     plans = [remat.plan(function, *args, remat_policy=name) for name in ("full", "save_all")]
     paths = [str(tmp_path / f"{plan.policy_name}.json") for plan in plans]
     for plan, path in zip(plans, paths, strict=True):

@@ -162,10 +162,10 @@ class Fusion:
         nodes, instances = self.execution.nodes, self.execution.instances
         readers = list(self.users)
         for number in self._inside:
-            for out in nodes[number].outs:
-                readers[out] = self._others(number, (out,))
-            for index in nodes[number].ins:
-                readers[index] = [user for user in readers[index] if runs[user]]
+            for index in (*nodes[number].ins, *nodes[number].outs):
+                producer = instances[index].producer
+                users = self._others(producer, (index,)) if producer >= 0 else readers[index]
+                readers[index] = [user for user in users if runs[user]]
         return Program(
             outs=[node.outs for node in nodes],
             ins=[node.ins for node in nodes],

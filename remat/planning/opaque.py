@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from remat.core.errors import RematWarning
-from remat.core.graph import Op
+from remat.core.graph import Graph, Op
 from remat.core.primitives import OpClass
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, short_source
@@ -55,11 +55,26 @@ def opaque_values(plan: Plan) -> tuple[tuple[Opaque, ...], int]:
             if op.loop is not None:
                 continue  # a room of its own
             total += times * sum(graph.values[v].nbytes for v in op.outputs)
-            held = times * sum(graph.values[v].nbytes for v in op.outputs if v in kept)
-            if held and _is_opaque(op):
+            held = times * _held_bytes(graph, op, kept) if _is_opaque(op) else 0
+            if held:
                 found[op.name, op.source, op.reason] += held
     entries = (Opaque(*key, nbytes) for key, nbytes in found.items())
     return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.name))), total
+
+
+def _held_bytes(graph: Graph, op: Op, kept: Container[int]) -> int:
+    """Bytes kept of what an operator makes, or in its place of what operators that fuse make of that."""
+    todo, seen, nbytes = [*op.outputs], {*op.outputs}, 0
+    while todo:
+        value = todo.pop()
+        if value in kept:
+            nbytes += graph.values[value].nbytes
+            continue
+        users = (graph.ops[user] for user in graph.users[value])
+        made = {v for o in users if o.phase == "forward" and o.fusible for v in o.outputs} - seen
+        seen |= made
+        todo += made
+    return nbytes
 
 
 def _rooms(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
