@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 from remat.core.cost import op_seconds
 from remat.core.devices import get_device
 from remat.core.forms import form_of, stored_bytes
-from remat.core.graph import Graph
+from remat.core.graph import Graph, Op
 from remat.memory.predict import peak_bytes, predict
 from remat.plans.liveness import read_before_made
 from remat.plans.plan import LoopPlan, Plan
@@ -182,8 +183,8 @@ def _why(graph: Graph, value: int) -> str:
         return op.reason
     if not op.recomputable:
         return f"{op.name} may not run again: {op.reason}" if op.reason else "may not run again"
-    if op.heavy:
-        return f"avoids {op.flops:,} flops of {op.name}"
+    if (heavy := _made_of(graph, op)) is not None:
+        return f"avoids {heavy.flops:,} flops of {heavy.name}"
     if op.random:
         return "avoids drawing random bits again"
     if op.kind == "REDUCTION":
@@ -191,6 +192,23 @@ def _why(graph: Graph, value: int) -> str:
     if not op.fusible:
         return f"{op.name} does not fuse: it would be written again"
     return "the cheapest place to cut: what lies before it is larger or costs more"
+
+
+def _made_of(graph: Graph, op: Op) -> Op | None:
+    """The compute-bound operator that a value is made of element by element: with its bias added, say."""
+    seen, todo = {op.id}, [op]
+    while todo:
+        op = todo.pop()
+        if op.heavy:
+            return op
+        size = math.prod(graph.values[op.outputs[0]].shape)
+        for value in op.inputs if op.fusible and op.kind != "REDUCTION" else ():
+            producer = graph.values[value].producer
+            if producer is None or producer in seen or math.prod(graph.values[value].shape) != size:
+                continue
+            seen.add(producer)
+            todo.append(graph.ops[producer])
+    return None
 
 
 def _recomputed(graph: Graph, replay: Replay) -> tuple[Recomputed, ...]:
