@@ -24,6 +24,7 @@ from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.planning.resort import unchanged_plan
+from remat.planning.search import more_may_be_less_time
 from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Confirmed
@@ -353,6 +354,27 @@ def test_where_less_memory_is_faster_a_larger_budget_misses_none_of_it(
         if plan.confirmed.temp_bytes < 0.9 * (plan.budget_bytes or 0):
             assert any("of the budget is used" in note for note in plan.notes)
     assert seconds[1] <= 1.05 * seconds[0]
+
+
+def test_the_compilers_bytes_say_which_plan_has_more_memory() -> None:
+    """Predictions of two plans may be the wrong way round: there is room for a larger one all the same."""
+
+    @dataclass(frozen=True)
+    class Made:
+        predicted_bytes: int
+        total_bytes: int
+        roofline_seconds: float | None
+        fits: bool = True
+        recompute_seconds: float = 0.0
+
+        @property
+        def temp_bytes(self) -> int:
+            return self.total_bytes
+
+    cut, less = Made(134, 188, 0.976), Made(142, 170, 1.042)
+    assert more_may_be_less_time([Made(505, 416, 0.914, fits=False), cut, less])
+    assert not more_may_be_less_time([cut, Made(100, 200, 1.1)])
+    assert more_may_be_less_time([Made(505, 416, 0.914, fits=False)])
 
 
 def test_where_memory_buys_time_none_is_spent_on_less() -> None:

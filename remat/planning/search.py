@@ -170,7 +170,7 @@ def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], 
         best = fastest(fitting)
         seconds = best.roofline_seconds or 0.0
         enough = (1 + _AS_FAST) * min(trial.roofline_seconds or 0.0 for trial in timed)
-        larger = [t for t in timed if t.predicted_bytes > best.predicted_bytes]
+        larger = [t for t in timed if t.total_bytes > best.total_bytes]
         if seconds > enough or not any((t.roofline_seconds or 0.0) > enough for t in larger):
             break  # more memory is less time, or the same
         best = next(t for t in fitting if (t.roofline_seconds or 0.0) <= enough)
@@ -209,7 +209,10 @@ def _gap(low: Trial, high: Trial) -> int:
 def more_may_be_less_time(trials: Sequence[Trial]) -> bool:
     """Whether of all that fit the one with the most memory is the fastest, or nothing fits."""
     fitting = [trial for trial in trials if trial.fits]
-    return not fitting or fastest(fitting) is max(fitting, key=lambda t: t.predicted_bytes)
+    if not fitting:
+        return True
+    best = fastest(fitting)
+    return all(trial.total_bytes <= best.total_bytes for trial in fitting)
 
 
 def fastest(fitting: Sequence[T]) -> T:
