@@ -10,6 +10,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from remat.compat.types import is_symbolic
+
 __all__ = ["row_major"]
 
 _PLATFORMS = ("cuda", "rocm")
@@ -47,8 +49,7 @@ _lowered = mlir.lower_fun(_constrained, multiple_results=False)
 def _lowering(context: Any, x: Any) -> Any:
     module = context.module_context
     is_alone = getattr(module.axis_context, "num_devices", None) == 1
-    is_fixed = all(isinstance(size, int) for size in context.avals_in[0].shape)
-    is_possible = is_fixed and (is_alone or _IS_PARTITIONED)
+    is_possible = (is_alone or _IS_PARTITIONED) and not is_symbolic(context.avals_in[0])
     if module.lowering_parameters.for_export or not is_possible:
         return [x]
     return _lowered(context, x)

@@ -102,13 +102,11 @@ class Fusion:
             if not self.live[matmul] or node.name != "dot_general":
                 continue
             for index in node.ins:
-                producer = instances[index].producer
-                is_first = True
+                producer = last = instances[index].producer
                 while producer >= 0 and self._is_taken_in(producer):
                     inside.setdefault(producer, set()).add(matmul)
                     producer = instances[nodes[producer].ins[0]].producer
-                    is_first = False
-                if producer >= 0 and not is_first:
+                if producer >= 0 and producer != last:
                     operands.add(producer)
         return inside, operands
 

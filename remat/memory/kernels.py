@@ -10,13 +10,15 @@ it, unless a barrier stands between, behind which it is made at once. So are tho
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
-from remat.memory.tables import CONVOLUTION, FAR
+from remat.memory.tables import CONVOLUTION, FAR, SCATTERS
 
-__all__ = ["Kernel", "dependent", "find_kernels", "merge_siblings", "tie_of"]
+__all__ = ["Kernel", "dependent", "find_kernels", "merge_siblings", "tie_of", "written_over"]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,3 +181,33 @@ def dependent(kernels: list[Kernel]) -> list[Kernel]:
             made.update((kernel.node, *kernel.merged))
             found.append(kernel)
     return found
+
+
+def written_over(
+    execution: Execution, kernels: Sequence[Kernel], results: Collection[int]
+) -> dict[int, int]:
+    """By scatter that makes one of some results: what it is written over, which has the result's buffer.
+
+    That is made for the scatter alone, or is zeros for several of them: XLA makes as many as there are scatters.
+    """
+    nodes, instances = execution.nodes, execution.instances
+    made = {out: kernel for kernel in kernels for out in kernel.writes}
+    readers: dict[int, list[int]] = {}
+    targets: dict[int, int] = {}
+    for kernel in kernels:
+        for root in kernel.reads:
+            readers.setdefault(root, []).append(kernel.node)
+        node = nodes[kernel.node]
+        if node.name in SCATTERS and all(out in results for out in kernel.writes):
+            targets[kernel.node] = instances[node.ins[0]].root
+    shared = Counter(targets.values())
+    return {
+        node: target
+        for node, target in targets.items()
+        if target in made
+        and target not in execution.sources
+        and nodes[node].outs[0] not in execution.copied
+        and instances[target].nbytes == instances[nodes[node].outs[0]].nbytes
+        and shared[target] == len(readers[target])
+        and (shared[target] == 1 or not made[target].reads)
+    }

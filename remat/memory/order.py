@@ -10,10 +10,12 @@ too.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from remat.memory.execution import Execution
 from remat.memory.fusion import Fusion
-from remat.memory.kernels import Kernel
-from remat.memory.tables import SCATTERS, SMALL_SHARE
+from remat.memory.kernels import Kernel, written_over
+from remat.memory.tables import SMALL_SHARE
 from remat.memory.zeros import ArrayKind, array_kind
 
 __all__ = ["made_early", "put_off"]
@@ -42,6 +44,7 @@ class _ListScheduler:
         # Results that nothing reads: their kernels may wait.
         self.final = {execution.instances[index].root for index in execution.results} - read
         self.filled = self._filled(execution)
+        self.scatters = Counter(zeros.node for zeros in self.filled.values())
         self.made: set[int] = set()  # zeros
         self.sources = execution.sources.union(*(z.writes for z in self.filled.values()))
         self.sums = self._sums(execution)
@@ -86,20 +89,11 @@ class _ListScheduler:
         Each is written over zeros of its own, all made by one kernel (XLA merges it across the program). That takes
         what all the gradients take, so that XLA runs it last, just before the scatters.
         """
-        users: dict[int, list[Kernel]] = {}
-        for kernel in self.kernels:
-            for root in kernel.reads:
-                users.setdefault(root, []).append(kernel)
-        found: dict[int, Kernel] = {}
-        for kernel in () if execution.stacks else self.kernels:
-            readers = users.get(kernel.writes[0], []) if len(kernel.writes) == 1 else []
-            if not kernel.reads and all(
-                execution.nodes[reader.node].name in SCATTERS
-                and self.final.issuperset(reader.writes)
-                for reader in readers
-            ):
-                found.update((reader.node, kernel) for reader in readers)
-        return found
+        if execution.stacks:
+            return {}
+        made = {out: kernel for kernel in self.kernels for out in kernel.writes}
+        over = written_over(execution, self.kernels, self.final)
+        return {node: made[target] for node, target in over.items() if not made[target].reads}
 
     def _before(self, kernel: Kernel) -> list[Kernel]:
         """What runs just before a kernel: the zeros that it is the first to be written over."""
@@ -154,8 +148,8 @@ class _ListScheduler:
         zeros = self.filled.get(kernel.node)
         if zeros is None:
             return sum(self.size[root] for root in self._writes(kernel))
-        scatters = sum(other is zeros for other in self.filled.values())
-        return 0 if zeros.node in self.made else scatters * self.size[zeros.writes[0]]
+        is_made = zeros.node in self.made
+        return 0 if is_made else self.scatters[zeros.node] * self.size[zeros.writes[0]]
 
     def _run(self, kernel: Kernel) -> None:
         self.ran += [*self._before(kernel), kernel]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from remat.memory.execution import Execution
-from remat.memory.kernels import Kernel, tie_of
+from remat.memory.kernels import Kernel, tie_of, written_over
 from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SCATTERS, SEVERAL_RESULTS, TINY_SHARE
 
 __all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy", "occupy_by"]
@@ -106,7 +106,8 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
                 for out in written.intersection(kernel.writes)
             ]
     last = len(order) - 1
-    own = _written_over(execution, order, written)
+    over = written_over(execution, order, written)
+    own = {execution.nodes[node].outs[0]: target for node, target in over.items()}
     results = [
         Range(i, instances[i].nbytes, start[own.get(i, i)], last) for i in written if i in start
     ]
@@ -127,35 +128,6 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
     kept = (written - execution.copied).union(own.values())
     ranges = [r for r in ranges if r.nbytes and r.index not in kept]
     return Layout(order, ranges + sliced, results)
-
-
-def _written_over(
-    execution: Execution, order: Sequence[Kernel], results: set[int]
-) -> dict[int, int]:
-    """By result of the program what it is written over: a scatter's operand has its buffer from the beginning.
-
-    That is made for the scatter alone, or is zeros for several: XLA makes as many as there are scatters.
-    """
-    nodes, instances = execution.nodes, execution.instances
-    readers: dict[int, list[int]] = {}
-    targets: dict[int, int] = {}
-    made = {out: kernel for kernel in order for out in kernel.writes}
-    for kernel in order:
-        for root in kernel.reads:
-            readers.setdefault(root, []).append(kernel.node)
-        if nodes[kernel.node].name in SCATTERS and results.issuperset(kernel.writes):
-            targets[kernel.node] = instances[nodes[kernel.node].ins[0]].root
-    found: dict[int, int] = {}
-    for node, target in targets.items():
-        (out,) = nodes[node].outs
-        if target not in made or target in execution.sources or out in execution.copied:
-            continue
-        is_zeros = not made[target].reads
-        same = [other for other in readers[target] if targets.get(other) == target]
-        is_alone = len(same) == len(readers[target]) and (is_zeros or len(same) == 1)
-        if is_alone and instances[target].nbytes == instances[out].nbytes:
-            found[out] = target
-    return found
 
 
 def occupy(execution: Execution, layout: Layout) -> Occupancy:

@@ -306,7 +306,7 @@ def confirmed(
     if knob is not None:
         anchors = knob.anchors(plain, limit)
         while left() > 1 and (anchor := next(anchors, None)) is not None:
-            trials += [anchor] if all(anchor is not trial for trial in trials) else []
+            trials += [] if search.is_among(anchor, trials) else [anchor]
         trials = search.further(knob, plain, trials, left=left)
         if search.more_may_be_less_time(trials):
             trials = search.search(

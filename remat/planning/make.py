@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from remat.core.cost import op_seconds
@@ -149,6 +150,7 @@ def _kept_bytes(graph: Graph, kept: list[int]) -> int:
 
 def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
     entries = []
+    products = _products(graph, set(kept))
     for index in kept:
         value = graph.values[index]
         op = graph.ops[value.producer] if value.producer is not None else None
@@ -165,13 +167,13 @@ def _saved(graph: Graph, kept: list[int]) -> tuple[Saved, ...]:
                 tags=value.tags,
                 scope=op.scope if op else "",
                 source=op.source if op else "",
-                why=_why(graph, index),
+                why=_why(graph, index, products),
             )
         )
     return tuple(sorted(entries, key=lambda e: (e.is_input, -e.nbytes, e.value)))
 
 
-def _why(graph: Graph, value: int) -> str:
+def _why(graph: Graph, value: int, products: Mapping[int, Op]) -> str:
     producer = graph.values[value].producer
     if producer is None:
         carried = value in graph.carried
@@ -183,8 +185,8 @@ def _why(graph: Graph, value: int) -> str:
         return op.reason
     if not op.recomputable:
         return f"{op.name} may not run again: {op.reason}" if op.reason else "may not run again"
-    if (heavy := _made_of(graph, op)) is not None:
-        return f"avoids {heavy.flops:,} flops of {heavy.name}"
+    if (product := products.get(op.id)) is not None:
+        return f"avoids {product.flops:,} flops of {product.name}"
     if op.random:
         return "avoids drawing random bits again"
     if op.kind == "REDUCTION":
@@ -194,21 +196,25 @@ def _why(graph: Graph, value: int) -> str:
     return "the cheapest place to cut: what lies before it is larger or costs more"
 
 
-def _made_of(graph: Graph, op: Op) -> Op | None:
-    """The compute-bound operator that a value is made of element by element: with its bias added, say."""
-    seen, todo = {op.id}, [op]
-    while todo:
-        op = todo.pop()
+def _products(graph: Graph, kept: Container[int]) -> dict[int, Op]:
+    """By operator the compute-bound one whose result is kept in its own: itself, or with a bias added, say.
+
+    Through what fuses, element by element, and not through what is kept besides. Complexity: linear.
+    """
+    found: dict[int, Op] = {}
+    for op in graph.ops:
         if op.heavy:
-            return op
-        size = math.prod(graph.values[op.outputs[0]].shape)
-        for value in op.inputs if op.fusible and op.kind != "REDUCTION" else ():
-            producer = graph.values[value].producer
-            if producer is None or producer in seen or math.prod(graph.values[value].shape) != size:
-                continue
-            seen.add(producer)
-            todo.append(graph.ops[producer])
-    return None
+            found[op.id] = op
+        elif op.fusible and op.kind != "REDUCTION":
+            for value in op.inputs:
+                producer = graph.values[value].producer
+                product = None if producer is None else found.get(producer)
+                if product is None or value in kept:
+                    continue
+                shapes = graph.values[value].shape, graph.values[op.outputs[0]].shape
+                if math.prod(shapes[0]) == math.prod(shapes[1]):
+                    found[op.id] = product
+    return found
 
 
 def _recomputed(graph: Graph, replay: Replay) -> tuple[Recomputed, ...]:

@@ -51,20 +51,24 @@ def opaque_values(plan: Plan) -> tuple[tuple[Opaque, ...], int]:
     for room, times in _rooms(plan, 1):
         graph = room.graph
         kept = {entry.value for entry in room.saved} - graph.alive_anyway - graph.fixed
+        seen: set[int] = set()
         for op in graph.forward_ops():
             if op.loop is not None:
                 continue  # a room of its own
             total += times * sum(graph.values[v].nbytes for v in op.outputs)
-            held = times * _held_bytes(graph, op, kept) if _is_opaque(op) else 0
+            held = times * _held_bytes(graph, op, kept, seen) if _is_opaque(op) else 0
             if held:
                 found[op.name, op.source, op.reason] += held
     entries = (Opaque(*key, nbytes) for key, nbytes in found.items())
     return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.name))), total
 
 
-def _held_bytes(graph: Graph, op: Op, kept: Container[int]) -> int:
-    """Bytes kept of what an operator makes, or in its place of what operators that fuse make of that."""
-    todo, seen, nbytes = [*op.outputs], {*op.outputs}, 0
+def _held_bytes(graph: Graph, op: Op, kept: Container[int], seen: set[int]) -> int:
+    """Bytes kept of what an operator makes, or in its place of what operators that fuse make of that.
+
+    What was `seen` before counts for another.
+    """
+    todo, nbytes = [*op.outputs], 0
     while todo:
         value = todo.pop()
         if value in kept:

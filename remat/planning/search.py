@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from remat.core.interrupt import raise_interrupt
 
-__all__ = ["Knob", "Trial", "fastest", "further", "more_may_be_less_time", "search"]
+__all__ = ["Knob", "Trial", "fastest", "further", "is_among", "more_may_be_less_time", "search"]
 
 # All chosen by look, on the models of `benchmarks/fit.py`. None decides what fits, which the compiler says: only
 # how many compiles are spent, and how near to the limit the result comes. Shares:
@@ -115,7 +115,7 @@ def search(
             found = _between(knob, trials, least, limit_bytes) or knob.another()
             if found is None:
                 break
-            if not _is_among(found, trials):
+            if not is_among(found, trials):
                 trials.append(found)
             continue
         if low is not None:
@@ -127,14 +127,14 @@ def search(
         found = None
         if target is not None and (low is not None or left() > 1):
             found = knob.at(target, low, high)
-            if low is not None and found is not None and _is_among(found, trials):
+            if low is not None and found is not None and is_among(found, trials):
                 # Plans come in steps, of a loop say, and the next one may begin just above.
                 found = knob.at((target + high.predicted_bytes) // 2, low, high)
-        if low is None and (found is None or _is_among(found, trials)):
+        if low is None and (found is None or is_among(found, trials)):
             found = least = knob.least()
         if found is None:
             break
-        if not _is_among(found, trials):
+        if not is_among(found, trials):
             trials.append(found)
         elif low is not None:
             break
@@ -187,7 +187,7 @@ def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], 
                 break
             place = (low.predicted_bytes + high.predicted_bytes) // 2
         trial = knob.at(place, below, above)
-        if trial is None or _is_among(trial, found):
+        if trial is None or is_among(trial, found):
             break
         found.append(trial)
     return found
@@ -235,12 +235,13 @@ def _between(knob: Knob[T], trials: Sequence[T], least: T, limit_bytes: int) -> 
     pairs = sorted(pairwise(ordered), key=lambda p: p[0].predicted_bytes - p[1].predicted_bytes)
     for low, high in pairs[:1]:
         found = knob.at((low.predicted_bytes + high.predicted_bytes) // 2, low, high)
-        if found is not None and not _is_among(found, trials):
+        if found is not None and not is_among(found, trials):
             return found
     return None
 
 
-def _is_among(trial: Trial, trials: Sequence[Trial]) -> bool:
+def is_among(trial: Trial, trials: Sequence[Trial]) -> bool:
+    """Whether a trial is one of some, the very same."""
     return any(trial is other for other in trials)
 
 
