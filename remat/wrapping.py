@@ -40,6 +40,7 @@ from remat.trace.calls import (
     Results,
     as_tuple,
     flatten_call,
+    named_arguments,
     number_notes,
     split_results,
 )
@@ -195,7 +196,7 @@ class Wrapped:
 
         with _noting(call):
             program, results = trace_primal(
-                flat,
+                named_arguments(flat, fun, call),
                 call.leaves,
                 inline_checkpoints=self.inline_checkpoints,
                 keep=substitution.called_by_name(),
@@ -307,7 +308,7 @@ def both_spellings(
     """A static argument may be passed by position or by name whichever way it was declared, as in jit.
 
     Raises:
-        TraceError: there is no such position.
+        TraceError: there is no such position or name.
     """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -316,6 +317,16 @@ def both_spellings(
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    known = [p.name for p in parameters]
+    unknown = sorted(name for name in names if name not in known)
+    if unknown and not any_name:
+        called = getattr(fun, "__name__", type(fun).__name__)
+        hint = nearest(unknown[0], known) or "."
+        raise TraceError(
+            f"static_argnames has {unknown[0]!r}, which is no argument of {called}{hint} Its arguments are "
+            f"{', '.join(known) or 'none'}"
+        )
     far = sorted(i for i in nums if not -len(positional) <= i < len(positional))
     if far and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise TraceError(

@@ -243,3 +243,46 @@ def test_random_generators_are_looked_at_again() -> None:
         with pytest.raises(TypeError, match="may change"):
             key_of(generator)
     assert key_of(np.add) == key_of(np.add)
+
+
+class _Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _in_a_closure(x: Any) -> Any:
+    y = jnp.sin(x)
+    return lambda: y
+
+
+@pytest.mark.parametrize("f", [_Box, _in_a_closure, lambda x: {"a": _Box([x])}])
+def test_arrays_inside_of_what_is_no_pytree_are_an_error(f: Callable[[Any], Any]) -> None:
+    with pytest.raises(remat.TraceError, match=r"returned a .* with traced arrays in it"):
+        remat.checkpoint(f)(jnp.ones(3))
+
+
+def test_objects_without_arrays_are_handed_on() -> None:
+    box = _Box("text")
+    x, found = remat.checkpoint(lambda x: (jnp.sin(x), box))(jnp.ones(3))
+    assert found is box and x.shape == (3,)
+    outer = jax.jit(lambda y: remat.checkpoint(lambda x, b: (jnp.sin(x), b))(y, _Box(y))[1].value)
+    assert outer(jnp.ones(3)).shape == (3,)  # a tracer of a trace outside, which lives on
+
+
+def test_static_names_that_are_no_arguments_are_an_error() -> None:
+    def f(x: Any, number: int) -> Any:
+        return x * number
+
+    with pytest.raises(remat.TraceError, match=r"'numbers'.* did you mean 'number'"):
+        remat.checkpoint(f, static_argnames="numbers")
+    assert remat.checkpoint(lambda x, **more: x, static_argnames="numbers")(1.0, numbers=2) == 1
+
+
+def test_errors_of_tracing_name_the_function_and_its_arguments() -> None:
+    def decides(weights: Any, x: Any) -> Any:
+        return x if weights["layer"][0, 0] > 0 else 2 * x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        remat.checkpoint(decides)({"layer": jnp.eye(2)}, jnp.ones(2))
+    text = str(caught.value)
+    assert "decides at" in text and "test_calls.py" in text and "weights_layer" in text

@@ -147,3 +147,16 @@ def test_prints_once(capfd: pytest.CaptureFixture[str]) -> None:
         run(BATCH)
         jax.effects_barrier()
         assert capfd.readouterr().out.count("seen 3") == 1
+
+
+def test_what_is_linear_is_transposed() -> None:
+    matrix = jnp.arange(12.0).reshape(4, 3)
+
+    def linear(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x @ w, 2 * x
+
+    ours = remat.checkpoint(linear, lowering="policy")
+    x, given = jnp.ones((2, 4)), (jnp.ones((2, 3)), jnp.ones((2, 4)))
+    (expected,) = jax.linear_transpose(lambda x: linear(x, matrix), x)(given)
+    (found,) = jax.linear_transpose(jax.jit(lambda x: ours(x, matrix)), x)(given)
+    assert jnp.array_equal(found, expected)

@@ -19,6 +19,7 @@ __all__ = [
     "is_eager_in_shard_map",
     "is_forward_only",
     "is_gradient",
+    "is_traced_here",
     "is_tracer",
     "jax_checkpoint",
     "names_of_policy",
@@ -38,6 +39,11 @@ Since jaxlib 0.11.1 its pass `cse_barrier_expander` runs when the program is sch
 def is_tracer(value: Any) -> bool:
     """Whether `value` is being traced (so must not be stored beyond the trace)."""
     return isinstance(value, _core.Tracer)
+
+
+def is_traced_here(value: Any) -> bool:
+    """Whether `value` is being traced by the innermost trace, whose end it does not outlive."""
+    return is_tracer(value) and getattr(value, "_trace", None) is _core.trace_ctx.trace
 
 
 def trace_context() -> Any:

@@ -85,6 +85,28 @@ def _batch(
     return outs, [0] * len(outs)
 
 
+def _transpose(
+    cotangents: Sequence[Any], *inputs: Any, jaxpr: Any, planned: _Function
+) -> list[Any]:
+    """Nothing was differentiated: what is linear is transposed as it stands."""
+    del planned
+    linear = [i for i, value in enumerate(inputs) if ad.is_undefined_primal(value)]
+
+    def of_linear(*values: Any) -> list[Any]:
+        full = list(inputs)
+        for index, value in zip(linear, values, strict=True):
+            full[index] = value
+        return jaxpr_as_fun(jaxpr)(*full)
+
+    shapes = [jax.ShapeDtypeStruct(inputs[i].aval.shape, inputs[i].aval.dtype) for i in linear]
+    made = jax.linear_transpose(of_linear, *shapes)(list(map(ad.instantiate_zeros, cotangents)))
+    found: list[Any] = [None] * len(inputs)
+    for index, value in zip(linear, made, strict=True):
+        found[index] = value
+    return found
+
+
+ad.primitive_transposes[_deferred_p] = _transpose
 ad.primitive_jvps[_deferred_p] = _differentiate
 batching.fancy_primitive_batchers[_deferred_p] = _batch
 mlir.register_lowering(_deferred_p, mlir.lower_fun(_run, multiple_results=True))

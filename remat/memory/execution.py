@@ -26,7 +26,7 @@ __all__ = [
     "users_of",
 ]
 
-Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices", "sum"]
+Kind = Literal["op", "barrier", "pack", "unpack", "zeros", "indices", "pad", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Node:
     """One run: of an operator, a barrier, the packing or unpacking of a mask, or of what XLA adds for an operator.
 
     Attributes:
-        kind: which of these; `zeros`, `indices` (of a pool's largest) and `sum` (of a matmul's parts) are what XLA
-            adds.
+        kind: which of these; `zeros`, `indices` (of a pool's largest), `pad` (zeros behind a matmul's operand) and
+            `sum` (of its parts) are what XLA adds.
         op: the operator, None for what XLA adds and what a schedule's own steps do.
         name: of the operator, or the kind.
         ins, outs: instances.

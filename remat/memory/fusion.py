@@ -170,7 +170,10 @@ class Fusion:
             readers=readers,
             nbytes=[instance.nbytes for instance in instances],
             work=[node.cycles * self.size(n) * CYCLE_BYTES for n, node in enumerate(nodes)],
-            splits=[node.op is not None and splits_code(node.op) for node in nodes],
+            splits=[
+                splits_code(node.op) if node.op is not None else node.kind == "pad"
+                for node in nodes
+            ],
             moves=[node.op is None or node.op.kind != "POINTWISE" for node in nodes],
             part=self._part,
         )

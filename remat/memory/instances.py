@@ -17,7 +17,14 @@ from remat.core.graph import Graph, Op
 from remat.core.kernel_work import cycles_named, cycles_of
 from remat.memory.execution import Execution, Instance, Node, Working
 from remat.memory.identities import moves_nothing, signature
-from remat.memory.splits import ELEMENTAL_PARTS, PART_BYTES, parts_of, shape_of, widths_of
+from remat.memory.splits import (
+    ELEMENTAL_PARTS,
+    PART_BYTES,
+    padded_count,
+    parts_of,
+    shape_of,
+    widths_of,
+)
 from remat.memory.tables import (
     CODE_CYCLES,
     INDEX_BYTES,
@@ -267,8 +274,9 @@ class Builder:
     def _node(
         self, step: int, op: Op, ins: tuple[int, ...], outputs: tuple[int, ...] | None = None
     ) -> list[int]:
+        parts = 1
         if op.contracts:
-            ins = self._pieces(op, ins)
+            parts, ins = self._operands(step, op, ins)
         number = len(self.execution.nodes)
         working, trips = self.working.get(op.id, (None, 0))
         node = Node(
@@ -287,12 +295,35 @@ class Builder:
         )
         self._ran.add(op.id)
         self.execution.nodes.append(node)
-        shape = shape_of(self.graph, op)
-        parts = 1 if shape is None else parts_of(shape, *widths_of(self.graph, op))
         if parts > 1:
             return self._split(step, number, op.outputs[0], parts)
         node.outs.extend(self._new(value, number) for value in outputs or op.outputs)
         return node.outs
+
+    def _operands(self, step: int, op: Op, ins: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """In how many parts a matmul is summed up, and its operands, with zeros behind if it needs them."""
+        shape = shape_of(self.graph, op)
+        if shape is None:
+            return 1, self._pieces(op, ins)
+        widths = widths_of(self.graph, op)
+        parts, count = parts_of(shape, *widths), shape[-1]
+        padded = padded_count(count, widths[0], parts)
+        if padded == count:
+            return parts, self._pieces(op, ins)
+        return parts, tuple([self._padded(step, index, padded, count) for index in ins])
+
+    def _padded(self, step: int, source: int, padded: int, count: int) -> int:
+        """A copy with zeros behind, the same for all that read it."""
+        old = self.execution.instances[source]
+        key = ("pad", source, padded, count)
+        if key not in self._seen:
+            number = len(self.execution.nodes)
+            node = Node("pad", None, "pad", (source,), [], step, True, cycles=cycles_named("pad"))
+            self.execution.nodes.append(node)
+            nbytes = old.nbytes // count * padded
+            node.outs.append(self._new(old.value, number, nbytes=nbytes))
+            self._seen[key] = node.outs
+        return self._seen[key][0]
 
     def _pieces(self, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
         """The operands of a matmul, of a concatenation its pieces where the matmul's kernel reads those."""

@@ -15,7 +15,14 @@ from remat.core.kernel_work import cycles_named
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, dependent
-from remat.memory.splits import PART_BYTES, Dimensions, parts_of, shape_of, widths_of
+from remat.memory.splits import (
+    PART_BYTES,
+    Dimensions,
+    padded_count,
+    parts_of,
+    shape_of,
+    widths_of,
+)
 from remat.memory.tables import MERGED_BYTES, MOST_PIECES, PIECE
 
 __all__ = ["Group", "join_matmuls", "merged_matmuls"]
@@ -73,7 +80,8 @@ class _Merger:
                 self.size[number] = sum(self._whole_bytes(i) for i in (*node.ins, *node.outs))
                 for side in (0, 1):
                     turned, rest = self._shared(node, side)
-                    found[turned, node.ins[side], side, rest].append(number)
+                    shared = unpadded(execution, node.ins[side])
+                    found[turned, shared, side, rest].append(number)
         for key in sorted(found, key=lambda key: key[:3]):
             matmuls = found[key]
             if len(matmuls) > 1 and any(map(self._is_small, matmuls)):
@@ -121,7 +129,7 @@ class _Merger:
             return False
         if self.after[first] & self.own[second] or self.after[second] & self.own[first]:
             return False
-        shared = self.execution.nodes[first].ins[side]
+        shared = unpadded(self.execution, self.execution.nodes[first].ins[side])
         self.size[first] += self.size[second] - self._whole_bytes(shared)
         # What needs one of them needs both now, and so does what needs that.
         own = self.own[first] = self.own[first] | self.own[second]
@@ -150,7 +158,9 @@ def _split_as_one(execution: Execution, side: int, members: Sequence[int]) -> No
         columns = sum(shape[2] for shape in shapes)
     else:
         rows = sum(shape[1] for shape in shapes)
-    parts = parts_of((batch, rows, columns, count), *widths_of(execution.graph, ops[0]))
+    widths = widths_of(execution.graph, ops[0])
+    parts = parts_of((batch, rows, columns, count), *widths)
+    _pad_as_one(execution, side, members, count, padded_count(count, widths[0], parts))
     whole: dict[int, int] = {}  # products that are not split: their sums are their buffers
     for number in split:
         product, total = nodes[number].outs[0], nodes[execution.sums[number]]
@@ -162,6 +172,38 @@ def _split_as_one(execution: Execution, side: int, members: Sequence[int]) -> No
             whole[total.outs[0]] = product
     for instance in instances if whole else ():
         instance.root = whole.get(instance.root, instance.root)
+
+
+def _pad_as_one(
+    execution: Execution, side: int, members: Sequence[int], count: int, padded: int
+) -> None:
+    """Gives the padded operands of matmuls the size that they have where they are multiplied as one.
+
+    What is not padded for a matmul alone is taken not to be, either.
+    """
+    nodes, instances = execution.nodes, execution.instances
+    shared: int | None = None
+    for number in members:
+        node = nodes[number]
+        operands = list(node.ins)
+        for place, index in enumerate(operands):
+            source = unpadded(execution, index)
+            if source == index or padded == count:
+                operands[place] = source
+            elif len(operands) == 2 and place == side and shared is not None:
+                operands[place] = shared
+            else:
+                instances[index].nbytes = instances[source].nbytes // count * padded
+                shared = index if place == side else shared
+        node.ins = tuple(operands)
+
+
+def unpadded(execution: Execution, index: int) -> int:
+    """Returns what an instance is with zeros behind, or itself."""
+    producer = execution.instances[index].producer
+    if producer >= 0 and execution.nodes[producer].kind == "pad":
+        return execution.nodes[producer].ins[0]
+    return index
 
 
 def join_matmuls(
@@ -227,7 +269,9 @@ def _concatenated(
     for index in others:
         producer = instances[index].producer
         made = nodes[producer] if producer >= 0 and instances[index].root == index else None
-        alone = made is not None and made.kind == "op" and made.fusible and not made.reduces
+        alone = (
+            made is not None and made.kind in ("op", "pad") and made.fusible and not made.reduces
+        )
         if not alone or len(fusion.users[index]) > 1:
             copied += instances[index].nbytes
         if len(fusion.users[index]) == 1:  # a slice of a stacked array is made in place

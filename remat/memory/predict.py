@@ -247,7 +247,7 @@ def _of_body(node: Node, found: Buffer) -> Buffer:
 def _is_named(execution: Execution, instance: Instance) -> bool:
     """Whether an instance is one of its value, not zeros in the form of the value."""
     kind = execution.nodes[instance.producer].kind if instance.producer >= 0 else "op"
-    if kind == "indices":
+    if kind in ("indices", "pad"):
         return False
     if kind != "zeros":
         return True

@@ -2,7 +2,8 @@
 
 It follows XLA's `splitk_rewriter` for Hopper, whose estimate weighs that more tiles keep more of the device busy
 against what the parts take to write and to read. The parts are what waits for readers, not their sum, unless a
-reader is no kernel that XLA merges it into; so a matmul of few rows takes several times its result.
+reader is no kernel that XLA merges it into; so a matmul of few rows takes several times its result. Where what is
+summed cannot be divided, both operands are copied with zeros behind (`GetPaddedK`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,17 @@ import functools
 import math
 
 from remat.core.graph import Graph, Op
+from remat.memory.tables import DETERMINED, OF_SEVERAL
 
-__all__ = ["ELEMENTAL_PARTS", "Dimensions", "PART_BYTES", "parts_of", "shape_of", "widths_of"]
+__all__ = [
+    "ELEMENTAL_PARTS",
+    "Dimensions",
+    "PART_BYTES",
+    "padded_count",
+    "parts_of",
+    "shape_of",
+    "widths_of",
+]
 
 Dimensions = tuple[int, int, int, int]
 """Of a matmul: its batch, the rows of the first operand, the columns of the second, and how many are summed."""
@@ -23,8 +33,10 @@ PART_BYTES = 4
 ELEMENTAL_PARTS = 32
 """The sum of fewer parts is merged with what reads it, see `remat.trace.emission`."""
 
+_UNARY = DETERMINED - OF_SEVERAL
 _MOST_PARTS = 2048
 _TILE = 128  # rows and columns
+_ALIGNED_BYTES = 16
 _CORES = 132  # multiprocessors of an H200
 _FLOP, _BYTE, _BYTE_OF_SUM, _LAUNCH = 100.0, 0.194136, 193.1384, 4.36e7
 
@@ -49,12 +61,26 @@ def shape_of(graph: Graph, op: Op) -> Dimensions | None:
 
 
 def widths_of(graph: Graph, op: Op) -> tuple[tuple[int, int], int]:
-    """Returns the bytes of an element of both operands of a matmul, and of its result."""
-    left, right, result = (
-        graph.values[v].nbytes // max(math.prod(graph.values[v].shape), 1)
-        for v in (*op.inputs, *op.outputs)
-    )
-    return (left, right), result
+    """Returns the bytes of an element of both operands of a matmul, and of its result.
+
+    Of an operand they are those of what it is converted from: the matmul's kernel is taken to do that.
+    """
+    left, right = (_width(graph, _converted_from(graph, value)) for value in op.inputs)
+    return (left, right), _width(graph, op.outputs[0])
+
+
+def _width(graph: Graph, value: int) -> int:
+    found = graph.values[value]
+    return found.nbytes // max(math.prod(found.shape), 1)
+
+
+def _converted_from(graph: Graph, value: int) -> int:
+    while (producer := graph.values[value].producer) is not None:
+        op = graph.ops[producer]
+        if op.name not in _UNARY or len(op.inputs) != 1:
+            break
+        value = op.inputs[0]
+    return value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -67,6 +93,17 @@ def parts_of(dimensions: Dimensions, operand_bytes: tuple[int, int], result_byte
     """
     choices = [1 << power for power in range(_MOST_PARTS.bit_length())]
     return min(choices, key=lambda parts: _cost(parts, dimensions, operand_bytes, result_bytes))
+
+
+def padded_count(count: int, operand_bytes: tuple[int, int], parts: int) -> int:
+    """Returns how many elements are summed with zeros added, so that every part begins at a multiple of 16 bytes.
+
+    Args:
+        count: of those without.
+        operand_bytes: of an element of each operand; `parts`: of the matmul.
+    """
+    unit = parts * _ALIGNED_BYTES // min(_ALIGNED_BYTES, *operand_bytes) if parts > 1 else 1
+    return math.ceil(count / unit) * unit
 
 
 def _cost(

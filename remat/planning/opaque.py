@@ -16,9 +16,10 @@ from remat.plans.report import human_bytes, short_source
 
 __all__ = ["Opaque", "opaque_values", "warn_of_opaque"]
 
-# Of the bytes of the forward values, below which nothing is said; and lines of a message. By look; they warn, no
-# more.
+# Of the bytes of the forward values, below which nothing is said; bytes that are nothing on any device; and lines
+# of a message. By look; they warn, no more.
 _SHARE = 0.01
+_NOTHING_BYTES = 2**20
 _LISTED = 5
 _shown: dict[Any, Any] = {}  # so that with Python's default filters the same text is printed once
 
@@ -92,12 +93,12 @@ def _is_opaque(op: Op) -> bool:
 
 
 def warn_of_opaque(plan: Plan) -> None:
-    """Warns if opaque operators on one line hold more than a per cent of the bytes of the forward values.
+    """Warns if opaque operators on one line hold more than a MiB and a per cent of the bytes of the forward values.
 
     One `RematWarning` for a whole plan, placed at the line that holds most.
     """
     entries, total = opaque_values(plan)
-    large = [entry for entry in entries if entry.nbytes > _SHARE * total]
+    large = [entry for entry in entries if entry.nbytes > max(_SHARE * total, _NOTHING_BYTES)]
     if not large:
         return
     lines = [f"  {_described(entry)}" for entry in large[:_LISTED]]

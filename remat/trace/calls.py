@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 import operator
+import re
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat.core.errors import TraceError, shown
+from remat.trace.leaks import check_holds_no_tracers
 
 __all__ = [
     "Call",
@@ -33,6 +36,7 @@ __all__ = [
     "in_models",
     "is_array",
     "key_of",
+    "named_arguments",
     "number_notes",
     "split_results",
 ]
@@ -58,6 +62,7 @@ _SAME_FOREVER = (
     np.ufunc,
 )
 _TRUSTED = ("jax", "jaxlib", "numpy")  # whose callables do not change, but for these
+_LONGEST_NAME = 80
 _STATEFUL = (np.random.BitGenerator, np.random.Generator, np.random.RandomState)
 
 
@@ -96,7 +101,11 @@ class Results:
 
 
 def split_results(results: Any, is_traced: Filter | None = None) -> tuple[list[Any], Results]:
-    """Splits what a function returns into arrays and the rest."""
+    """Splits what a function returns into arrays and the rest; called while the function is traced.
+
+    Raises:
+        TraceError: there are traced arrays in an object that jax cannot look into.
+    """
     leaves, tree = jax.tree.flatten(results)
     flags = _traced_flags(leaves, tree, is_traced)
     if is_traced is None and any(isinstance(leaf, bool) for leaf in leaves):
@@ -106,6 +115,8 @@ def split_results(results: Any, is_traced: Filter | None = None) -> tuple[list[A
             for flag, field, leaf in zip(flags, in_models(tree), leaves, strict=True)
         ]
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not flags[i]}
+    for leaf in fixed.values():
+        check_holds_no_tracers(leaf)
     return [leaf for i, leaf in enumerate(leaves) if flags[i]], Results(tree, fixed)
 
 
@@ -262,6 +273,36 @@ def key_of(value: Any) -> Any:
         names = [field.name for field in dataclasses.fields(value) if field.compare]
         return kind, value, tuple(key_of(getattr(value, name)) for name in names)
     return kind, value
+
+
+def named_arguments(
+    flat: Callable[..., Any], fun: Callable[..., Any], call: Call
+) -> Callable[..., Any]:
+    """Returns a function of a call's arrays, of which jax's errors speak as of the function that was called.
+
+    Its name and place are those of `fun`; its arguments are called by where they are in those of the call.
+    """
+    try:
+        args, kwargs = call.rebuild(call.leaves)
+        bound = inspect.signature(fun).bind(*args, **kwargs).arguments
+        paths = {
+            id(leaf): jax.tree_util.keystr(path)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(dict(bound))[0]
+        }
+        words = [re.findall(r"\w+", paths[id(leaf)]) for leaf in call.leaves]
+        names = [name if len(name := "_".join(word)) < _LONGEST_NAME else "" for word in words]
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    except Exception:
+        # A class that cannot be made again, an array given twice, a word of Python: jax counts the arguments.
+        return flat
+
+    def run(*leaves: Any) -> Any:
+        return flat(*leaves)
+
+    run.__wrapped__ = fun  # type: ignore[attr-defined]
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
 
 
 def number_notes(call: Call) -> str:

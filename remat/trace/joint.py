@@ -7,6 +7,7 @@ one (by `jax.vjp` under `jax.make_jaxpr`, public API alone) and returns the join
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ def trace_primal(
     """
     extra: list[Any] = []
 
+    @functools.wraps(function, assigned=(), updated=())  # errors speak of the function
     def flat(*inputs: Any) -> Any:
         results, more = function(*inputs)
         extra.append(more)
