@@ -211,54 +211,55 @@ class _Queue:
 
     def _saves(self, number: int, user: int) -> float | None:
         """What a reader takes less time than now if it made a kernel's results itself; None if it cannot."""
-        consumer = self.kernels[user]
-        found = self._merged(number, self.kernels[number], consumer, None)
-        return None if found is None else consumer.time_bytes - _together(*found)
+        producer, consumer = self.kernels[number], self.kernels[user]
+        found = self._merged(number, producer, consumer)
+        if found is None:
+            return None
+        work, moved, _ = found
+        return consumer.time_bytes - _together(work, moved)
 
     def _merged(
-        self, number: int, producer: _Kernel, consumer: _Kernel, cost: dict[int, float] | None
-    ) -> tuple[float, float] | None:
-        """Arithmetic and traffic of a kernel that takes another in; None if it cannot.
-
-        What reading each of its operands takes is put into `cost`, if that is given.
-        """
-        at, places, there_reads = consumer.places, producer.places, consumer.reads
+        self, number: int, producer: _Kernel, consumer: _Kernel
+    ) -> tuple[float, float, dict[int, float]] | None:
+        """Arithmetic and traffic of a kernel that takes another in, and what reading each of its operands takes."""
+        at, places = consumer.places, producer.places
         taken, times, emitted = self._wanted(number, consumer)
         splits = consumer.splits + emitted * producer.splits
         instructions = consumer.instructions + emitted * producer.instructions
         if splits > MOST_SPLITS or instructions << splits > MOST_INSTRUCTIONS:
             return None
-        if len(there_reads) + len(producer.reads) > MOST_ARRAYS:
+        if len(consumer.reads) + len(producer.reads) > MOST_ARRAYS:
             return None
-        moved, before = consumer.moved, consumer.cost
+        moved = consumer.moved
         for out in self.program.outs[number]:
-            moved -= before.get(out, 0.0)
+            moved -= consumer.cost.get(out, 0.0)
+        cost: dict[int, float] = {}
         nbytes = self.program.nbytes
         for value, own in producer.reads.items():
-            there = there_reads.get(value)
-            if own == _OWN:
-                total = times
-                if there is not None and there != taken:
-                    total = sum([at[place][0] for place in there | taken])
-            else:
-                here = there or frozenset[int]()
-                if -1 in own:
-                    here |= taken
-                total = sum([at[place][0] for place in here])
-                total += times * sum([places[place][0] for place in own if place != -1])
-            reading = read_bytes(nbytes[value], total)
-            if cost is not None:
-                cost[value] = reading
-            moved += reading - (before[value] if there is not None else 0.0)
-        return consumer.work + times * producer.work, moved
+            there = consumer.reads.get(value)
+            here = taken if -1 in own else None
+            if there is not None:
+                here = there if here is None else here | there
+            total = 0.0
+            if here is not None:
+                for place in here:
+                    total += at[place][0]
+            for place in own:
+                if place != -1:
+                    total += times * places[place][0]
+            cost[value] = read_bytes(nbytes[value], total)
+            moved += cost[value] - (consumer.cost[value] if there is not None else 0.0)
+        return consumer.work + times * producer.work, moved, cost
 
     def _wanted(self, number: int, consumer: _Kernel) -> tuple[frozenset[int], float, int]:
         """Where a kernel reads the results of another, how often each element, and how often code is emitted."""
         taken = self._taken(number, consumer)
-        if taken == _OWN:
-            return taken, *consumer.places[-1]
-        found = [consumer.places[place] for place in taken]
-        return taken, sum([often for often, _ in found]), sum([code for _, code in found])
+        times, emitted = 0.0, 0
+        for place in taken:
+            often, code = consumer.places[place]
+            times += often
+            emitted += code
+        return taken, times, emitted
 
     def _taken(self, number: int, consumer: _Kernel) -> frozenset[int]:
         """The places at which a kernel reads the results of another."""
@@ -269,10 +270,9 @@ class _Queue:
 
     def _merge(self, number: int, producer: _Kernel, user: int) -> None:
         consumer = self.kernels[user]
-        cost: dict[int, float] = {}
-        found = self._merged(number, producer, consumer, cost)
+        found = self._merged(number, producer, consumer)
         assert found is not None
-        consumer.work, consumer.moved = found
+        consumer.work, consumer.moved, cost = found
         taken, times, emitted = self._wanted(number, consumer)
         consumer.splits += emitted * producer.splits
         consumer.instructions += emitted * producer.instructions
