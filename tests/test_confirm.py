@@ -24,7 +24,7 @@ from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.planning.resort import unchanged_plan
-from remat.planning.search import more_may_be_less_time
+from remat.planning.search import more_may_be_less_time, search
 from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Confirmed
@@ -358,23 +358,57 @@ def test_where_less_memory_is_faster_a_larger_budget_misses_none_of_it(
 
 def test_the_compilers_bytes_say_which_plan_has_more_memory() -> None:
     """Predictions of two plans may be the wrong way round: there is room for a larger one all the same."""
+    cut, less = _Numbers(134, 188, 0.976), _Numbers(142, 170, 1.042)
+    assert more_may_be_less_time([_Numbers(505, 416, 0.914, fits=False), cut, less])
+    assert not more_may_be_less_time([cut, _Numbers(100, 200, 1.1)])
+    assert more_may_be_less_time([_Numbers(505, 416, 0.914, fits=False)])
 
-    @dataclass(frozen=True)
-    class Made:
-        predicted_bytes: int
-        total_bytes: int
-        roofline_seconds: float | None
-        fits: bool = True
-        recompute_seconds: float = 0.0
 
-        @property
-        def temp_bytes(self) -> int:
-            return self.total_bytes
+@dataclass(frozen=True)
+class _Numbers:
+    """A trial that is nothing but its numbers."""
 
-    cut, less = Made(134, 188, 0.976), Made(142, 170, 1.042)
-    assert more_may_be_less_time([Made(505, 416, 0.914, fits=False), cut, less])
-    assert not more_may_be_less_time([cut, Made(100, 200, 1.1)])
-    assert more_may_be_less_time([Made(505, 416, 0.914, fits=False)])
+    predicted_bytes: int
+    total_bytes: int
+    roofline_seconds: float | None
+    fits: bool = True
+    recompute_seconds: float = 0.0
+
+    @property
+    def temp_bytes(self) -> int:
+        return self.total_bytes
+
+
+@pytest.mark.parametrize(("least_times", "limit", "fits"), [(2.0, 147, True), (1.2, 90, False)])
+def test_where_the_least_plan_is_larger_than_predicted_others_are_tried(
+    least_times: float, limit: int, fits: bool
+) -> None:
+    """As long as what is known of predictions leaves room; else no compile is spent."""
+    made: list[_Numbers] = []
+
+    def trial(predicted: int, times: float = 1.15) -> _Numbers:
+        total = round(times * predicted)
+        made.append(_Numbers(predicted, total, None, total <= limit))
+        return made[-1]
+
+    class Turned:
+        def at(
+            self, target_bytes: int, low: _Numbers | None, high: _Numbers | None
+        ) -> _Numbers | None:
+            del low, high
+            return trial(target_bytes) if target_bytes > 127 else self.least()
+
+        def least(self) -> _Numbers:
+            known = [t for t in made if t.predicted_bytes == 118]
+            return known[0] if known else trial(118, least_times)
+
+        def another(self) -> _Numbers | None:
+            return None
+
+    first, cut = trial(233), trial(198)
+    found = search(Turned(), first, limit, left=lambda: 8 - len(made), known=[cut], tolerance=0.1)
+    assert any(t.fits for t in found) == fits
+    assert fits or len(made) == 3
 
 
 def test_where_memory_buys_time_none_is_spent_on_less() -> None:

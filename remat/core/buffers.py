@@ -6,8 +6,11 @@ itself is not. So a value is *written*
 * if its operator ends a kernel: XLA merges it with nothing that reads the result, or
 * if an operator reads it that XLA does not merge with what it reads.
 
-That is `is_written`. Those who ask differ in which operators end a kernel, in which readers count, and in what is
-written besides, because that takes less time or because a plan keeps it:
+That is `is_written`. A scatter makes its updates and indices itself (XLA's `IsInputFusibleScatter`), and is no
+reader of these; what it writes over is in memory (`reading_from_memory`).
+
+Those who ask differ in which operators end a kernel, in which readers count, and in what is written besides,
+because that takes less time or because a plan keeps it:
 
 * The referee and Echo, `fused_values`: what does not fuse ends a kernel; all readers count; besides, what crosses
   into the backward pass or is kept. A count that knows no prices.
@@ -30,6 +33,7 @@ from typing import Protocol
 
 from remat.core.graph import Graph, Op
 from remat.core.kernel_work import CYCLE_BYTES, cycles_of, splits_code, times_read
+from remat.core.primitives import SCATTERS
 from remat.core.priority_fusion import Program, written
 
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
     "is_written_forward",
     "kernel_results",
     "live_ops",
+    "reading_from_memory",
 ]
 
 # A value that two kernels make is made of what each of them reads; once written, it is moved three times: by the
@@ -64,6 +69,11 @@ def is_written(ends_kernel: bool, readers: Iterable[_Fusing]) -> bool:
         readers: those that count.
     """
     return ends_kernel or any([not reader.fusible for reader in readers])
+
+
+def reading_from_memory(readers: Iterable[Op], value: int) -> list[Op]:
+    """Returns those readers of a value that do not make it in their own kernel where they do not fuse."""
+    return [op for op in readers if op.name not in SCATTERS or op.inputs[0] == value]
 
 
 def ends_kernel(op: Op) -> bool:
@@ -131,7 +141,8 @@ def kernel_results(graph: Graph, live: Collection[int], kept: Container[int]) ->
         ends = ends_kernel(op) or not (op.recomputable or op.decision)
         for value in op.outputs:
             users = [graph.ops[u] for u in graph.users[value] if u in live]
-            if value in roots or value in kept or (users and is_written(ends, users)):
+            is_read = is_written(ends, reading_from_memory(users, value))
+            if value in roots or value in kept or (users and is_read):
                 found.add(value)
     found |= _dear(graph, live, found)
     return found | _left(graph, live, found)

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from remat.core import flop_counts as counts
 from remat.core.flop_counts import Counter
 
-__all__ = ["EFFECT_REASON", "TABLE", "OpClass", "OpSpec", "Trait", "primitives_with"]
+__all__ = ["EFFECT_REASON", "TABLE", "OpClass", "OpSpec", "SCATTERS", "Trait", "primitives_with"]
 
 
 class OpClass(enum.Enum):
@@ -489,3 +489,7 @@ degree says), and what only occurs in the body of a kernel.
 def primitives_with(trait: Trait) -> frozenset[str]:
     """Returns the names of the primitives that have a trait."""
     return frozenset(name for name, spec in TABLE.items() if trait in spec.traits)
+
+
+SCATTERS = frozenset(name for name in primitives_with(Trait.IN_PLACE) if name.startswith("scatter"))
+"""Operators that write parts of an array, over what was there."""

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 from remat.core.buffers import is_written
 from remat.core.kernel_work import CYCLE_BYTES, splits_code, times_read
+from remat.core.primitives import SCATTERS
 from remat.core.priority_fusion import Program, written
 from remat.memory.execution import Execution, Node, live_nodes, users_of
-from remat.memory.tables import OF_SEVERAL, SCATTERS
+from remat.memory.tables import OF_SEVERAL
 
 __all__ = ["Fusion"]
 

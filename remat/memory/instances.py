@@ -15,6 +15,7 @@ from typing import Literal
 from remat.core.forms import stored_bytes
 from remat.core.graph import Graph, Op
 from remat.core.kernel_work import cycles_named, cycles_of
+from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution, Instance, Node, Working
 from remat.memory.identities import moves_nothing, signature
 from remat.memory.splits import (
@@ -32,7 +33,6 @@ from remat.memory.tables import (
     PARTED,
     PIECE,
     POOL_GRADIENT,
-    SCATTERS,
 )
 from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
 from remat.plans.steps import Schedule, Step

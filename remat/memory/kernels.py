@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
-from remat.memory.tables import CONVOLUTION, FAR, SCATTERS
+from remat.memory.tables import CONVOLUTION, FAR
 
 __all__ = ["Kernel", "dependent", "find_kernels", "merge_siblings", "tie_of", "written_over"]
 

@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of, written_over
-from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SCATTERS, SEVERAL_RESULTS, TINY_SHARE
+from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
 
 __all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy", "occupy_by"]
 

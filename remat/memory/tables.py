@@ -24,7 +24,6 @@ __all__ = [
     "PIECE",
     "POOL_GRADIENT",
     "SAME_BUFFER",
-    "SCATTERS",
     "SEVERAL_RESULTS",
     "SMALL_SHARE",
     "TINY_SHARE",
@@ -49,7 +48,6 @@ COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 IN_PLACE = primitives_with(Trait.IN_PLACE)
 # To XLA operators of several arrays: numbers beside one are arrays, too, and a power is a product of its operand.
 OF_SEVERAL = frozenset({"clamp", "integer_pow", "select_n", "square"})
-SCATTERS = frozenset(name for name in IN_PLACE if name.startswith("scatter"))
 # What returns several arrays to XLA, however many it has in the graph: a library's call has its scratch space, too.
 SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 

@@ -9,7 +9,8 @@ that is made as early. A scatter into zeros that is only added to an array scatt
 from __future__ import annotations
 
 from remat.core.graph import Graph, Op, Value
-from remat.memory.tables import POOL_GRADIENT, SCATTERS
+from remat.core.primitives import SCATTERS
+from remat.memory.tables import POOL_GRADIENT
 
 __all__ = ["ArrayKind", "array_kind", "fills_zeros", "is_added_up", "is_constant", "shared_zeros"]
 

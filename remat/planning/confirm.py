@@ -29,7 +29,6 @@ from remat.policies.min_cut import LowMemory
 __all__ = ["UNCHANGED", "Bench", "BudgetKnob", "Made", "Setting", "confirmed"]
 
 _ANCHORS = 2  # plans of quick policies that are compiled before the search; the others only where nothing fits
-_ERROR = 0.1  # a prediction may be off by so much: what is predicted not to fit by less is compiled
 _TOLERANCE = 0.1
 """Share of a budget that may be left unused before another compile is spent. Bound: so much memory."""
 
@@ -108,7 +107,7 @@ class BudgetKnob(Generic[T]):
         correction = plain.temp_bytes / max(plain.predicted_bytes, 1)
         for setting in self._quick[:_ANCHORS]:
             predicted_bytes = self.bench.plan(setting).peak_bytes
-            if (1 - _ERROR) * min(1.0, correction) * predicted_bytes <= limit_bytes:
+            if (1 - search.ERROR) * min(1.0, correction) * predicted_bytes <= limit_bytes:
                 yield self.bench.trial(setting)
 
     def at(self, target_bytes: int, low: T | None, high: T | None) -> T | None:

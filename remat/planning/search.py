@@ -12,12 +12,21 @@ from typing import Protocol, TypeVar
 
 from remat.core.interrupt import raise_interrupt
 
-__all__ = ["Knob", "Trial", "fastest", "further", "is_among", "more_may_be_less_time", "search"]
+__all__ = [
+    "ERROR",
+    "Knob",
+    "Trial",
+    "fastest",
+    "further",
+    "is_among",
+    "more_may_be_less_time",
+    "search",
+]
 
 # All chosen by look, on the models of `benchmarks/fit.py`. None decides what fits, which the compiler says: only
 # how many compiles are spent, and how near to the limit the result comes. Shares:
 _MARGIN = 0.01  # of the memory: how far below the limit the next compile aims
-_NEAR = 0.25  # of the temporaries: how far too large the least plans may be for those between to be tried
+ERROR = 0.1  # of a prediction: what is predicted not to fit by less is compiled
 _STEEP_ENOUGH = 0.05  # bytes compiled per byte predicted, below which a prediction says nothing
 _INSIDE = 0.02  # of the way between two trials: how near to either of them the next may be placed
 _GAP = 0.1  # of the fastest's prediction: nothing is looked for in smaller gaps around it
@@ -225,10 +234,12 @@ def fastest(fitting: Sequence[T]) -> T:
 def _between(knob: Knob[T], trials: Sequence[T], least: T, limit_bytes: int) -> T | None:
     """A trial in the widest gap of predictions, None if the least plans are far too large or none is new.
 
-    The least plans are so by prediction; what the compiler makes of a plan that repeats less may be smaller.
+    The least plans are so by prediction; what the compiler makes of a plan that repeats less may be smaller. They
+    are far too large if they would not fit with the best error that a prediction had, by a margin.
     """
-    excess = least.total_bytes - limit_bytes
-    if excess > _NEAR * least.temp_bytes:
+    wanted = limit_bytes - (least.total_bytes - least.temp_bytes)
+    shares = [t.temp_bytes / t.predicted_bytes for t in trials if t.predicted_bytes > 0]
+    if not shares or (1 - ERROR) * min(shares) * least.predicted_bytes > wanted:
         return None
     above = [t for t in trials if t.predicted_bytes >= least.predicted_bytes]
     ordered = sorted(above, key=lambda t: t.predicted_bytes)
