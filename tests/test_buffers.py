@@ -51,6 +51,19 @@ def test_planners_write_what_they_are_told_to_keep_and_results(graph: Graph) -> 
     assert made.intersection((*graph.outputs, *graph.gradients)) <= least <= found
 
 
+def test_a_scatter_makes_its_updates_itself() -> None:
+    """A message per edge, summed by receiver, is in memory neither for planners nor for the model."""
+    builder = GraphBuilder()
+    nodes, where, edges = builder.input((8, 64)), builder.input((4096,)), builder.input((4096, 64))
+    onto = builder.op("dot", [nodes], (8, 64))
+    message = builder.op("neg", [edges], (4096, 64))
+    summed = builder.op("scatter-add", [onto, where, message], (8, 64), fusible=False)
+    graph = builder.build([builder.op("dot", [summed], (4,))], [])
+    in_memory = kernel_results(graph, live_ops(graph), ())
+    for value, expected in ((message, False), (onto, True), (summed, True)):
+        assert (value in in_memory) == expected == (buffers(graph)[value] > 0)
+
+
 def test_where_the_variants_differ() -> None:
     builder = GraphBuilder()
     x = builder.input((64, 64))
