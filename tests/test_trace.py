@@ -157,7 +157,7 @@ def test_an_unknown_primitive_is_opaque_never_recomputed_and_said_so() -> None:
         return (jnp.sin(x) * jnp.cos(mystery.bind(jax.lax.stop_gradient(x)))).sum()
 
     with pytest.warns(remat.RematWarning, match="mystery_of_the_test at .*test_trace.py"):
-        plan = remat.plan(f, shape(8), remat_policy="full")
+        plan = remat.plan(f, shape(2**19), remat_policy="full")
     op = ops_named(plan.graph, "mystery_of_the_test")[0]
     assert op.kind == "OPAQUE" and not op.recomputable and not op.fusible
     assert "mystery_of_the_test" not in {entry.name for entry in plan.recomputed}
