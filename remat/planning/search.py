@@ -121,7 +121,7 @@ def search(
         low = max((t for t in trials if t.fits), key=lambda t: t.predicted_bytes, default=None)
         fails = [t for t in trials if not t.fits]
         if low is None and least is not None:
-            found = _between(knob, trials, least, limit_bytes) or knob.another()
+            found = _between(knob, trials, limit_bytes) or knob.another()
             if found is None:
                 break
             if not is_among(found, trials):
@@ -231,18 +231,18 @@ def fastest(fitting: Sequence[T]) -> T:
     return min(fitting, key=lambda t: (t.roofline_seconds or 0.0, t.total_bytes))
 
 
-def _between(knob: Knob[T], trials: Sequence[T], least: T, limit_bytes: int) -> T | None:
+def _between(knob: Knob[T], trials: Sequence[T], limit_bytes: int) -> T | None:
     """A trial in the widest gap of predictions, None if the least plans are far too large or none is new.
 
     The least plans are so by prediction; what the compiler makes of a plan that repeats less may be smaller. They
     are far too large if they would not fit with the best error that a prediction had, by a margin.
     """
+    least = min(trials, key=lambda t: t.predicted_bytes)
     wanted = limit_bytes - (least.total_bytes - least.temp_bytes)
     shares = [t.temp_bytes / t.predicted_bytes for t in trials if t.predicted_bytes > 0]
     if not shares or (1 - ERROR) * min(shares) * least.predicted_bytes > wanted:
         return None
-    above = [t for t in trials if t.predicted_bytes >= least.predicted_bytes]
-    ordered = sorted(above, key=lambda t: t.predicted_bytes)
+    ordered = sorted(trials, key=lambda t: t.predicted_bytes)
     pairs = sorted(pairwise(ordered), key=lambda p: p[0].predicted_bytes - p[1].predicted_bytes)
     for low, high in pairs[:1]:
         found = knob.at((low.predicted_bytes + high.predicted_bytes) // 2, low, high)
