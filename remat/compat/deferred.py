@@ -48,18 +48,24 @@ def _results(*avals: Any, jaxpr: Any, planned: _Function) -> tuple[list[Any], An
     return jaxpr.out_avals, jaxpr.effects
 
 
+def _of_some(function: _Function, inputs: Sequence[Any], places: Sequence[int]) -> _Function:
+    """The function of the operands at some places, the others given."""
+
+    def of_some(*values: Any) -> list[Any]:
+        full = list(inputs)
+        for index, value in zip(places, values, strict=True):
+            full[index] = value
+        return list(function(*full))
+
+    return of_some
+
+
 def _differentiate(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, planned: _Function
 ) -> tuple[list[Any], list[Any]]:
     del jaxpr
     active = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_active(*values: Any) -> list[Any]:
-        full = list(primals)
-        for index, value in zip(active, values, strict=True):
-            full[index] = value
-        return list(planned(*full))
-
+    of_active = _of_some(planned, primals, active)
     outs, made = jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
     return outs, [
         t
@@ -91,13 +97,7 @@ def _transpose(
     """Nothing was differentiated: what is linear is transposed as it stands."""
     del planned
     linear = [i for i, value in enumerate(inputs) if ad.is_undefined_primal(value)]
-
-    def of_linear(*values: Any) -> list[Any]:
-        full = list(inputs)
-        for index, value in zip(linear, values, strict=True):
-            full[index] = value
-        return jaxpr_as_fun(jaxpr)(*full)
-
+    of_linear = _of_some(jaxpr_as_fun(jaxpr), inputs, linear)
     shapes = [jax.ShapeDtypeStruct(inputs[i].aval.shape, inputs[i].aval.dtype) for i in linear]
     made = jax.linear_transpose(of_linear, *shapes)(list(map(ad.instantiate_zeros, cotangents)))
     found: list[Any] = [None] * len(inputs)

@@ -7,7 +7,7 @@ itself is not. So a value is *written*
 * if an operator reads it that XLA does not merge with what it reads.
 
 That is `is_written`. A scatter makes its updates and indices itself (XLA's `IsInputFusibleScatter`), and is no
-reader of these; what it writes over is in memory (`reading_from_memory`).
+reader of these; what it writes over is in memory (`makes_operands`).
 
 Those who ask differ in which operators end a kernel, in which readers count, and in what is written besides,
 because that takes less time or because a plan keeps it:
@@ -43,7 +43,7 @@ __all__ = [
     "is_written_forward",
     "kernel_results",
     "live_ops",
-    "reading_from_memory",
+    "makes_operands",
 ]
 
 # A value that two kernels make is made of what each of them reads; once written, it is moved three times: by the
@@ -71,9 +71,14 @@ def is_written(ends_kernel: bool, readers: Iterable[_Fusing]) -> bool:
     return ends_kernel or any([not reader.fusible for reader in readers])
 
 
-def reading_from_memory(readers: Iterable[Op], value: int) -> list[Op]:
-    """Returns those readers of a value that do not make it in their own kernel where they do not fuse."""
-    return [op for op in readers if op.name not in SCATTERS or op.inputs[0] == value]
+def makes_operands(op: Op, *, first: bool) -> bool:
+    """Whether an operator makes what it reads in its own kernel although it does not fuse.
+
+    Args:
+        op: the operator.
+        first: whether its first operand is meant.
+    """
+    return not first and op.name in SCATTERS
 
 
 def ends_kernel(op: Op) -> bool:
@@ -141,8 +146,8 @@ def kernel_results(graph: Graph, live: Collection[int], kept: Container[int]) ->
         ends = ends_kernel(op) or not (op.recomputable or op.decision)
         for value in op.outputs:
             users = [graph.ops[u] for u in graph.users[value] if u in live]
-            is_read = is_written(ends, reading_from_memory(users, value))
-            if value in roots or value in kept or (users and is_read):
+            apart = (u for u in users if not makes_operands(u, first=u.inputs[0] == value))
+            if value in roots or value in kept or (users and is_written(ends, apart)):
                 found.add(value)
     found |= _dear(graph, live, found)
     return found | _left(graph, live, found)

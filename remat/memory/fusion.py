@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from remat.core.buffers import is_written
+from remat.core.buffers import is_written, makes_operands
 from remat.core.kernel_work import CYCLE_BYTES, splits_code, times_read
-from remat.core.primitives import SCATTERS
 from remat.core.priority_fusion import Program, written
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.tables import OF_SEVERAL
@@ -188,15 +187,12 @@ class Fusion:
         return times_read(node.op, instances[index].elements, made, first=node.ins[0] == index)
 
     def _apart_from(self, outs: Sequence[int], readers: Sequence[int]) -> list[Node]:
-        """The readers that do not make a node's results in their own kernel.
-
-        A scatter makes its updates and indices itself (`IsInputFusibleScatter`); what it writes over is in memory.
-        """
+        """The readers that do not make a node's results in their own kernel."""
         nodes = self.execution.nodes
         return [
             node
             for node in map(nodes.__getitem__, readers)
-            if node.op is None or node.op.name not in SCATTERS or node.ins[0] in outs
+            if node.op is None or not makes_operands(node.op, first=node.ins[0] in outs)
         ]
 
     def _readers(self, outs: Sequence[int]) -> list[int]:

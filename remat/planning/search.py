@@ -115,12 +115,12 @@ def search(
     trials = [*known, first]
     if first.fits or limit_bytes <= first.total_bytes - first.temp_bytes:
         return trials  # nothing to gain, or not even without any temporaries
-    least: T | None = None
+    has_least = False
     while left() > 0:
         raise_interrupt()
         low = max((t for t in trials if t.fits), key=lambda t: t.predicted_bytes, default=None)
         fails = [t for t in trials if not t.fits]
-        if low is None and least is not None:
+        if low is None and has_least:
             found = _between(knob, trials, limit_bytes) or knob.another()
             if found is None:
                 break
@@ -140,7 +140,7 @@ def search(
                 # Plans come in steps, of a loop say, and the next one may begin just above.
                 found = knob.at((target + high.predicted_bytes) // 2, low, high)
         if low is None and (found is None or is_among(found, trials)):
-            found = least = knob.least()
+            found, has_least = knob.least(), True
         if found is None:
             break
         if not is_among(found, trials):
@@ -237,18 +237,17 @@ def _between(knob: Knob[T], trials: Sequence[T], limit_bytes: int) -> T | None:
     The least plans are so by prediction; what the compiler makes of a plan that repeats less may be smaller. They
     are far too large if they would not fit with the best error that a prediction had, by a margin.
     """
-    least = min(trials, key=lambda t: t.predicted_bytes)
+    ordered = sorted(trials, key=lambda t: t.predicted_bytes)
+    least = ordered[0]
     wanted = limit_bytes - (least.total_bytes - least.temp_bytes)
     shares = [t.temp_bytes / t.predicted_bytes for t in trials if t.predicted_bytes > 0]
     if not shares or (1 - ERROR) * min(shares) * least.predicted_bytes > wanted:
         return None
-    ordered = sorted(trials, key=lambda t: t.predicted_bytes)
-    pairs = sorted(pairwise(ordered), key=lambda p: p[0].predicted_bytes - p[1].predicted_bytes)
-    for low, high in pairs[:1]:
-        found = knob.at((low.predicted_bytes + high.predicted_bytes) // 2, low, high)
-        if found is not None and not is_among(found, trials):
-            return found
-    return None
+    if len(ordered) < 2:
+        return None
+    low, high = max(pairwise(ordered), key=lambda pair: _gap(*pair))
+    found = knob.at((low.predicted_bytes + high.predicted_bytes) // 2, low, high)
+    return None if found is None or is_among(found, trials) else found
 
 
 def is_among(trial: Trial, trials: Sequence[Trial]) -> bool:
