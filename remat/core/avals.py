@@ -8,8 +8,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 __all__ = ["aval_bytes", "aval_size", "is_complex"]
 
 # Types that numpy holds in a byte and XLA packs. Every other dtype is as large as its `itemsize`.
@@ -51,13 +49,13 @@ def _dtype_bits(dtype: Any) -> int:
     return 8 * int(getattr(dtype, "itemsize", 0))
 
 
-_numpy_name = lru_cache(maxsize=256)(
-    lambda dtype: dtype.name
-)  # numpy spells it anew whenever it is asked
+# numpy spells a name anew whenever it is asked.
+_numpy_name = lru_cache(maxsize=256)(lambda dtype: dtype.name)
 
 
 def _dtype_name(dtype: Any) -> str:
-    if isinstance(dtype, np.dtype):
+    # Told by its module: what reads a stored graph does so without numpy.
+    if type(dtype).__module__.partition(".")[0] == "numpy":
         return _numpy_name(dtype)
     return getattr(dtype, "name", None) or str(dtype)
 
