@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 from policy_table import POLICY_TABLE, PolicyRow, cuts, rows
 from random_graphs import (
     GraphBuilder,
@@ -503,7 +504,7 @@ TERMS: dict[str, Term] = {
     "cumsum": lambda x, y, w, key: jnp.cumsum(0.1 * x, axis=0) + y,
     "cond": lambda x, y, w, key: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x) * y,
     "checkpointed": lambda x, y, w, key: jax.checkpoint(lambda a: jnp.cos(jnp.sin(a @ w)))(x) + y,
-    "named": lambda x, y, w, key: jax.ad_checkpoint.checkpoint_name(jnp.sin(x * y), "first"),
+    "named": lambda x, y, w, key: checkpoint_name(jnp.sin(x * y), "first"),
 }
 Program = tuple[tuple[str, int, int], ...]
 
@@ -512,7 +513,7 @@ def function_of(program: Program) -> Callable[..., jax.Array]:
     """The loss that computes the terms in order, each of two earlier values, from the latest back."""
 
     def loss(weights: Arrays, x: jax.Array, key: jax.Array) -> jax.Array:
-        values = [x, jax.ad_checkpoint.checkpoint_name(0.5 * x + weights[0][0], "second")]
+        values = [x, checkpoint_name(0.5 * x + weights[0][0], "second")]
         for index, (name, first, second) in enumerate(program):
             a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
             w = weights[index % len(weights)]
@@ -592,7 +593,7 @@ def test_a_drawn_mask_large_enough_for_bits_is_drawn_again_alike(row: PolicyRow)
         for i in range(2):
             mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
             x = jnp.where(mask, jnp.tanh(x @ w) * 2.0, 0.0)
-            x = jax.ad_checkpoint.checkpoint_name(x, "dropped")
+            x = checkpoint_name(x, "dropped")
         return jnp.sum(x * x)
 
     x = jnp.ones((512, 128)) * 0.1
