@@ -190,6 +190,7 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
         work=list(map(work, ops)),
         splits=list(map(splits_code, ops)),
         moves=[op.kind != "POINTWISE" for op in ops],
+        blocks=[op.blocks for op in ops],
         part=part,
     )
     ends = [not buffers.isdisjoint(op.outputs) for op in ops]

@@ -100,6 +100,7 @@ class Op:
         workspace_bytes: of what XLA:GPU makes of its operands before it, and frees behind it.
         elemental: a reduction so short that XLA merges it with what reads it, like an element-wise operator.
         cycles: clock cycles that XLA counts for an element of the result; 0 where the name tells.
+        blocks: of a reduction, the blocks of threads that XLA makes it with; 0 for enough to occupy a device.
     """
 
     id: int
@@ -127,6 +128,7 @@ class Op:
     workspace_bytes: int = 0
     elemental: bool = False
     cycles: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

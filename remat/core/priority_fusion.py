@@ -15,6 +15,7 @@ a broadcast) somewhere else (`GpuHloCostAnalysis::FusionCalculateUtilizations`).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ __all__ = ["Program", "written"]
 LAUNCH_BYTES = 4.8e6
 _EXPOSED = 0.05
 _CACHES = ((2048 * 132, 20.0), (50 * 2**20, 2.5))
+_PROCESSORS = 132
+# What a block of threads moves while the device moves a byte: 32 bytes in a clock cycle (`AdjustBandwidth`).
+_BLOCK_RATE = 32 * 1.98e9 / 4.8e12
 MOST_SPLITS, MOST_INSTRUCTIONS, MOST_ARRAYS = 10, 10_000, 96
 
 
@@ -41,6 +45,7 @@ class Program:
         work: by operator, its arithmetic, in bytes that could be moved meanwhile.
         splits: by operator, whether it begins a branch or a loop, see `remat.core.kernel_work`.
         moves: by operator, whether it reads other elements than it makes.
+        blocks: by operator, the blocks of threads of a kernel that ends with it; 0 for enough.
         part: how often a reader takes a value's elements: less than once if it takes a part of them.
     """
 
@@ -51,6 +56,7 @@ class Program:
     work: Sequence[float]
     splits: Sequence[bool]
     moves: Sequence[bool]
+    blocks: Sequence[int]
     part: Callable[[int, int], float]
 
 
@@ -81,14 +87,16 @@ class _Kernel:
 
     Attributes:
         work: arithmetic, `moved`: bytes read and written, `splits`, `instructions`: size of its code.
+        blocks: of threads, 0 for enough: few neither compute nor read as fast as the device.
         reads: by value, the places at which it is read; `cost`: what reading it takes.
         places: by place, how often elements are computed there, and how often code is emitted. The kernel's own
             elements are the place -1; what moves elements reads a value at a place of the value's number.
     """
 
-    __slots__ = ("cost", "instructions", "moved", "places", "reads", "splits", "work")
+    __slots__ = ("blocks", "cost", "instructions", "moved", "places", "reads", "splits", "work")
 
-    def __init__(self, work: float, moved: float, splits: int) -> None:
+    def __init__(self, work: float, moved: float, splits: int, blocks: int) -> None:
+        self.blocks = blocks
         self.work = work
         self.moved = moved
         self.splits = splits
@@ -100,7 +108,13 @@ class _Kernel:
     @property
     def time_bytes(self) -> float:
         """How long it takes, in bytes that could be moved meanwhile."""
-        return _together(self.work, self.moved)
+        return self.taking(self.work, self.moved)
+
+    def taking(self, work: float, moved: float) -> float:
+        """How long it would take with this arithmetic and traffic."""
+        if 0 < self.blocks < _PROCESSORS:
+            work *= _PROCESSORS / self.blocks
+        return max(work, moved) + _EXPOSED * min(work, moved)
 
 
 _OWN = frozenset((-1,))
@@ -139,6 +153,7 @@ class _Queue:
             program.work[number],
             float(sum(program.nbytes[out] for out in program.outs[number])),
             int(program.splits[number]),
+            program.blocks[number],
         )
         for value in program.ins[number]:
             part = program.part(value, number)
@@ -150,7 +165,7 @@ class _Queue:
                 kernel.places[value] = times + part, emitted + 1
         for value, places in kernel.reads.items():
             times = sum([kernel.places[place][0] for place in places])
-            kernel.cost[value] = read_bytes(program.nbytes[value], times)
+            kernel.cost[value] = read_bytes(program.nbytes[value], times, kernel.blocks)
         kernel.moved += sum(kernel.cost.values())
         return kernel
 
@@ -216,7 +231,7 @@ class _Queue:
         if found is None:
             return None
         work, moved, _ = found
-        return consumer.time_bytes - _together(work, moved)
+        return consumer.time_bytes - consumer.taking(work, moved)
 
     def _merged(
         self, number: int, producer: _Kernel, consumer: _Kernel
@@ -247,7 +262,7 @@ class _Queue:
             for place in own:
                 if place != -1:
                     total += times * places[place][0]
-            cost[value] = read_bytes(nbytes[value], total)
+            cost[value] = read_bytes(nbytes[value], total, consumer.blocks)
             moved += cost[value] - (consumer.cost[value] if there is not None else 0.0)
         return consumer.work + times * producer.work, moved, cost
 
@@ -290,16 +305,17 @@ class _Queue:
         consumer.cost |= cost
 
 
-def read_bytes(nbytes: int, times: float) -> float:
-    """What it takes to read an array so often: at first from memory, then from the cache that it fits into."""
+def read_bytes(nbytes: int, times: float, blocks: int = 0) -> float:
+    """What it takes to read an array so often: at first from memory, then from the cache that it fits into.
+
+    Args:
+        nbytes: of the array.
+        times: how often each element.
+        blocks: of threads, 0 for enough.
+    """
+    fastest = _BLOCK_RATE * blocks if blocks else math.inf
+    first = nbytes * min(times, 1.0) / min(fastest, 1.0)
     if times <= 1:
-        return nbytes * times
-    for most, faster in _CACHES:
-        if nbytes < most:
-            return nbytes * (1 + (times - 1) / faster)
-    return nbytes * times
-
-
-def _together(work: float, moved: float) -> float:
-    """How long a kernel takes that computes and moves at once."""
-    return max(work, moved) + _EXPOSED * min(work, moved)
+        return first
+    rate = next((faster for most, faster in _CACHES if nbytes < most), 1.0)
+    return first + nbytes * (times - 1) / min(fastest, rate)

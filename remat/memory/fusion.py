@@ -175,6 +175,7 @@ class Fusion:
                 for node in nodes
             ],
             moves=[node.op is None or node.op.kind != "POINTWISE" for node in nodes],
+            blocks=[node.op.blocks if node.op is not None else 0 for node in nodes],
             part=self._part,
         )
 

@@ -28,6 +28,7 @@ from remat.memory.splits import (
 )
 from remat.memory.tables import (
     CODE_CYCLES,
+    COMMUTATIVE,
     INDEX_BYTES,
     MOST_PIECES,
     PARTED,
@@ -199,7 +200,14 @@ class Builder:
         ):
             self.raw[op.outputs[0]] = ins[0]
             return
-        key = (signature(self.graph, op), ins)
+        if op.name == "reduce_sum" and (negated := self._negated(ins[0])) is not None:
+            self._negative_sum(step, op, negated)
+            return
+        self._run(step, op, ins)
+
+    def _run(self, step: int, op: Op, ins: tuple[int, ...]) -> None:
+        """Runs an operator, unless the same ran before."""
+        key = (signature(self.graph, op), tuple(sorted(ins)) if op.name in COMMUTATIVE else ins)
         made = self._seen.get(key)
         if made is None and op.name in PARTED:
             # To XLA every part is a slice of its own, made where it is read.
@@ -208,6 +216,22 @@ class Builder:
         elif made is None:
             made = self._seen[key] = self._node(step, op, ins)
         self.raw.update(zip(op.outputs, made, strict=True))
+
+    def _negated(self, index: int) -> Node | None:
+        """The negation that makes an instance; None if something else does."""
+        producer = self.execution.instances[index].producer
+        node = self.execution.nodes[producer] if producer >= 0 else None
+        return node if node is not None and node.name == "neg" else None
+
+    def _negative_sum(self, step: int, op: Op, negation: Node) -> None:
+        """Runs a sum of what is negated: to XLA, the negation of a sum."""
+        self._run(step, op, negation.ins)
+        (total,) = ins = (self.raw[op.outputs[0]],)
+        key = ("neg", total)
+        if key not in self._seen:
+            assert negation.op is not None
+            self._seen[key] = self._node(step, negation.op, ins, op.outputs)
+        self.raw[op.outputs[0]] = self._seen[key][0]
 
     def _instance(self, step: int, value: int) -> int:
         """The instance of a value; runs a scatter that was postponed."""

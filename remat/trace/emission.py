@@ -25,6 +25,10 @@ _REDUCTIONS = frozenset(
     }
 )
 _WARP = 32  # threads of a GPU's warp
+# Of the kernels for reductions (`xla/backends/gpu/codegen/emitters/reduction.cc`): threads of a block, elements of a
+# row for each, elements that a thread reads at once, and what is made in one step.
+_MOST_THREADS, _THREADS, _PER_THREAD, _VECTOR = 1024, 256, 16, 2
+_LONGEST_ROW, _LONGEST_COLUMN = _MOST_THREADS * _PER_THREAD, 128 * _WARP
 # `GpuHloCostAnalysis::HandleConcatenate`: a comparison and a branch; where the border of two operands may lie in a
 # warp, both branches run, and XLA takes that for so dear that it rather writes the result.
 _BRANCH, _BOTH_BRANCHES = 6, 400
@@ -39,6 +43,7 @@ class Traits(TypedDict, total=False):
     swapped: bool
     elemental: bool
     cycles: int
+    blocks: int
 
 
 def traits_of(eqn: Any) -> Traits:
@@ -73,7 +78,7 @@ def _of_reduction(eqn: Any) -> Traits:
     shape, axes = eqn.invars[0].aval.shape, tuple(eqn.params["axes"])
     count = math.prod(shape[axis] for axis in axes)
     if not _is_elemental(shape, axes):
-        return {}
+        return {"blocks": _reduction_blocks(shape, axes, eqn.invars[0].aval.dtype.itemsize)}
     return {"elemental": True, "cycles": max(count - 1, 1) * cycles_named(eqn.primitive.name)}
 
 
@@ -82,12 +87,14 @@ def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
 
     It follows XLA's `IsUnnestedReductionFasterThanElemental`: rows shorter than a warp that do not divide it, and
     columns that are short for how few there are. Where the axes are not next to one another in memory, XLA splits
-    the reduction in two first.
+    the reduction in two first. Over axes of size one it is a reshape.
     """
     sizes = [dim for dim in shape if dim != 1]
     reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
     kept = [not flag for flag in reduced]
-    if not any(reduced) or not any(kept) or not (_is_together(reduced) or _is_together(kept)):
+    if not any(reduced):
+        return True
+    if not any(kept) or not (_is_together(reduced) or _is_together(kept)):
         return False
     if reduced[-1]:
         row = _minor(sizes, reduced)
@@ -98,6 +105,64 @@ def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
         column < times * _WARP and minor < few
         for times, few in ((1, math.inf), (2, _WARP), (4, 8), (8, 3))
     )
+
+
+def _reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) -> int:
+    """How many blocks of threads XLA launches for a reduction, 0 for what it splits or makes otherwise.
+
+    It follows `RowReductionFusion`, `ColumnReductionFusion` and their small variants. Long ones it makes in two
+    steps, of which the first is meant.
+
+    Args:
+        shape: of the operand, `axes` those that are reduced.
+        width: bytes of an element.
+    """
+    sizes = [dim for dim in shape if dim != 1]
+    reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
+    length = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
+    kept = math.prod(sizes) // max(length, 1)
+    if not all(reduced) and not _is_together(reduced) and not _is_together([not f for f in reduced]):
+        return 0
+    if reduced[-1]:
+        if length > _LONGEST_ROW:
+            outer, length = _in_two_steps(length, _LONGEST_ROW, is_row=True)
+            kept *= outer
+        if length <= _WARP * _VECTOR and length & (length - 1) == 0:
+            return 0  # several rows to a warp: as many blocks as an element-wise kernel has
+        threads = min(_MOST_THREADS, _WARP * -(-length // (_PER_THREAD * _WARP)))
+        return -(-kept // max(_THREADS // threads, 1))
+    minor = _minor(sizes, [not flag for flag in reduced])
+    major = kept // minor
+    if length > _LONGEST_COLUMN:
+        major *= _in_two_steps(length, _LONGEST_COLUMN, is_row=False)[0]
+    if minor <= _WARP:
+        return major
+    vector = 1 if minor % 2 or minor < 2 * _WARP else 2
+    if vector == 2 and width < 4 and minor % 4 == 0 and minor >= 4 * _WARP:
+        vector = 4
+    return major * -(-minor // (vector * _WARP))
+
+
+def _in_two_steps(length: int, longest: int, *, is_row: bool) -> tuple[int, int]:
+    """Into how many parts XLA's `TreeReductionRewriter` divides a long reduction, and how long they are.
+
+    Of the lengths between half the square root and the root that which needs the fewest zeros behind; of several
+    a power of two.
+    """
+    inner = min(math.isqrt(length), longest)
+    zeros = -length % inner
+    for other in range(inner - 1, inner // 2, -1):
+        more = -length % other
+        if more < zeros or (more == zeros and other & (other - 1) == 0):
+            inner, zeros = other, more
+    outer = (length + zeros) // inner
+    if outer > longest:
+        return outer, inner
+    if is_row and inner % 2 == 0 and length % 2 == 0:
+        swaps = inner * 2 < outer or outer % 2 == 0
+    else:
+        swaps = not is_row or length % 2 == 0 or outer % 2 != 0
+    return (inner, outer) if swaps else (outer, inner)
 
 
 def _is_together(flags: list[bool]) -> bool:
