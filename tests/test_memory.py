@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
-from random_graphs import GraphBuilder, chain, graphs, laws
+from random_graphs import GraphBuilder, chain, graphs, laws, rngs
 from versions import SOFTMAX_BEHIND_A_BARRIER_HAS_A_BUFFER
 
 import remat
 from models import mlp
 from remat.core.graph import Graph
+from remat.memory.fusion import Fusion
+from remat.memory.instances import execution_of
+from remat.memory.kernels import find_kernels, merge_siblings
 from remat.memory.predict import buffers, peak_bytes, predict, predict_body
 from remat.memory.splits import parts_of
 from remat.planning.make import make_plan, with_loops
@@ -483,6 +487,42 @@ def test_a_convolution_behind_a_barrier_reads_a_copy_of_its_own_of_its_weights()
     small = 4 * 8 * 8 * 256
     assert predict(graph(tied=False)).peak_bytes == copy + BIG_BYTES + small
     assert predict(graph(tied=True)).peak_bytes == BIG_BYTES + small
+
+
+def test_a_kernel_merges_with_one_per_array_that_it_reads() -> None:
+    builder = GraphBuilder()
+    a, b, c = (builder.input() for _ in range(3))
+    results = [builder.op("tanh", [b]), builder.op("mul", [a, c]), builder.op("add", [a, b, c])]
+    execution = execution_of(builder.build(results, []), None, {})
+    fusion = Fusion(execution)
+    (kernel,) = merge_siblings(execution, fusion, find_kernels(execution, fusion))
+    assert (kernel.node, sorted(kernel.merged)) == (2, [0, 1])
+
+
+@given(rng=rngs())
+@laws(300)
+def test_merged_kernels_are_those_there_were_in_an_order_in_which_they_can_run(
+    rng: random.Random,
+) -> None:
+    """Of programs with many results that read few arrays of one size, so that one kernel merges with several."""
+    builder = GraphBuilder()
+    values = [builder.input() for _ in range(rng.randint(3, 4))]
+    made: list[int] = []
+    for _ in range(rng.randint(3, 8)):
+        read = rng.sample(values, rng.randint(1, 3))
+        made.append(builder.op(rng.choice(("add", "tanh", "tanh", "dot")), read))
+        if rng.random() < 0.2:
+            values.append(made[-1])
+    results = rng.sample(made, rng.randint(len(made) // 2, len(made)))
+    execution = execution_of(builder.build(results, []), None, {})
+    fusion = Fusion(execution)
+    before = [kernel.node for kernel in find_kernels(execution, fusion)]
+    after = merge_siblings(execution, fusion, find_kernels(execution, fusion))
+    assert sorted(node for k in after for node in (k.node, *k.merged)) == before
+    ran: set[int] = set()
+    for kernel in after:
+        ran.update((kernel.node, *kernel.merged))
+        assert kernel.after.intersection(before) <= ran
 
 
 # --- laws --------------------------------------------------------------------------------------------

@@ -159,12 +159,13 @@ def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) 
             if other is None or fusion.size(other.node) != size:
                 continue
             start, end = place[other.node], place[kernel.node]
-            if order[start] is not other or not 0 < end - start <= FAR:
+            if not 0 < end - start <= FAR:
                 continue
             later = dependent(order[start : end + 1])
             if later[-1:] == [kernel]:
                 continue
             kernel.merge(other)
+            last.update((read, kernel) for read in other.reads if last.get(read) is other)
             moved = {member.node for member in later}
             rest = [member for member in order[start + 1 : end] if member.node not in moved]
             order[start : end + 1] = [*rest, kernel, *later]
