@@ -24,6 +24,7 @@ from remat.core.priority_fusion import (
     read_bytes,
     written,
 )
+from remat.trace.emission import reduction_blocks
 
 MATRIX, ROW = (4096, 1024), (4096,)
 BYTES_PER_MICROSECOND = 4.8e6  # of an H200, for which the record is made
@@ -31,11 +32,12 @@ BYTES_PER_MICROSECOND = 4.8e6  # of an H200, for which the record is made
 
 @dataclass(frozen=True)
 class Step:
-    """One operator: a function of `jax.lax`, what it reads by number, and whether that is a row of a matrix."""
+    """One operator: a function of `jax.lax`, what it reads by number, its shape, and the axis that it reduces."""
 
     name: str
     reads: tuple[int, ...]
     shape: tuple[int, ...] = MATRIX
+    axis: int | None = None
 
 
 # The first two numbers are arguments, a matrix and a row; each name occurs once, as XLA's record has names only.
@@ -60,6 +62,20 @@ CHEAP = (
     Step("max", (7, 3)),
     Step("add", (8, 6)),
 )
+# Read by two reductions: that of columns has few blocks of threads, that of rows enough.
+REDUCED = (
+    Step("sqrt", (1,), ROW),
+    Step("broadcast_in_dim", (2,)),
+    Step("mul", (0, 3)),
+    Step("sub", (4, 0)),
+    Step("abs", (0,)),
+    Step("add", (5, 6)),
+    Step("reduce_sum", (7,), (1024,), 0),
+    Step("reduce_max", (7,), ROW, 1),
+    Step("neg", (6,)),
+    Step("reduce_min", (10,), (1024,), 0),
+)
+PROGRAMS = {"SHARED": SHARED, "CHEAP": CHEAP, "REDUCED": REDUCED}
 # Makes a program of steps, compiles it for an H200, and prints nothing: XLA writes down what it did.
 COMPILES = """
 import sys
@@ -74,9 +90,12 @@ def f(matrix, row):
         read = [values[number] for number in step.reads]
         if step.name == "broadcast_in_dim":
             values.append(lax.broadcast_in_dim(read[0], step.shape, (0,)))
+        elif step.axis is not None:
+            values.append(getattr(jnp, step.name.removeprefix("reduce_"))(read[0], axis=step.axis))
         else:
             values.append(getattr(lax, step.name)(*read))
-    return lax.optimization_barrier(values[-1])
+    read = {{number for step in steps for number in step.reads}}
+    return lax.optimization_barrier([v for n, v in enumerate(values[2:], 2) if n not in read])
 
 shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1024), (4096,))]
 remat.compile_report(f, *shapes, device="h200")
@@ -84,9 +103,13 @@ remat.compile_report(f, *shapes, device="h200")
 
 
 def program_of(steps: Sequence[Step]) -> tuple[Program, list[bool]]:
-    """The steps behind two arguments, and which of them end a kernel: what a barrier reads."""
+    """The steps behind two arguments, and which of them end a kernel: what a barrier reads, and reductions."""
     shapes = [MATRIX, ROW, *(step.shape for step in steps)]
     sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    walked = [
+        sizes[step.reads[0] if step.axis is not None else number + 2]
+        for number, step in enumerate(steps)
+    ]
     readers: list[list[int]] = [[] for _ in shapes]
     for number, step in enumerate(steps):
         for value in dict.fromkeys(step.reads):
@@ -97,21 +120,24 @@ def program_of(steps: Sequence[Step]) -> tuple[Program, list[bool]]:
         readers=readers,
         nbytes=[4 * size for size in sizes],
         work=[
-            CYCLES.get(step.name, 3) * sizes[number + 2] * CYCLE_BYTES
-            for number, step in enumerate(steps)
+            CYCLES.get(step.name, 3) * size * CYCLE_BYTES
+            for step, size in zip(steps, walked, strict=True)
         ],
-        splits=[False] * len(steps),
-        moves=[step.name == "broadcast_in_dim" for step in steps],
-        part=lambda value, reader: sizes[reader + 2] / sizes[value],
+        splits=[step.axis is not None for step in steps],
+        moves=[step.name == "broadcast_in_dim" or step.axis is not None for step in steps],
+        blocks=[
+            0 if step.axis is None else reduction_blocks(MATRIX, (step.axis,), 4) for step in steps
+        ],
+        part=lambda value, reader: walked[reader] / sizes[value],
     )
-    return program, [number == len(steps) - 1 for number in range(len(steps))]
+    return program, [not readers[n + 2] or step.axis is not None for n, step in enumerate(steps)]
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.parametrize("name", ["SHARED", "CHEAP"])
+@pytest.mark.parametrize("name", list(PROGRAMS))
 def test_priorities_are_those_that_xla_writes_down(name: str, tmp_path: Path) -> None:
     """Of every operator the first, to a hundredth of a microsecond; and which operators are left in the end."""
-    steps: tuple[Step, ...] = {"SHARED": SHARED, "CHEAP": CHEAP}[name]
+    steps: tuple[Step, ...] = PROGRAMS[name]
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=priority-fusion"
     root = Path(__file__).parent
     subprocess.run(
@@ -150,7 +176,7 @@ def _record(folder: Path) -> tuple[dict[str, float], int]:
     (after,) = folder.glob("*after_priority-fusion*")
     entry = after.read_text().split("\nENTRY", 1)[1].split("\n}", 1)[0]
     left = re.findall(r"^ .* = f32\S+ ([a-z-]+)\(", entry, re.MULTILINE)
-    others = ("parameter", "opt-barrier", "get-tuple-element")
+    others = ("parameter", "constant", "opt-barrier", "get-tuple-element")
     return first, sum(op not in others for op in left)
 
 

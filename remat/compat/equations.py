@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import source_info_util as _source_info
 from jax.extend import core as _extend_core
+from jax.interpreters import ad as _ad
 
 from remat.compat.deferred import DEFERRED
 from remat.compat.types import shape_of
@@ -41,6 +43,8 @@ _INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "cal
 _JIT_NAMES = frozenset({"jit", "pjit"})
 _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+# What has a rule for derivatives that says that there are none, or one that does not hold for every kernel.
+_WITHOUT_DERIVATIVE = frozenset({"ffi_call", "io_callback", "pallas_call", "pure_callback"})
 # One primitive that stands for many operators, each an object in its parameters; jax's name for a few of these,
 # and what the same operators are called where they are primitives.
 _HI_NAME = "call_hi_primitive"
@@ -122,7 +126,8 @@ def _unspecified(shardings: Any) -> bool:
 def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -> Any | None:
     """Returns the jaxpr that an equation merely calls, or None when it must be kept whole.
 
-    A `jit` with explicit shardings is kept: inlining would lose them.
+    A `jit` with explicit shardings is kept: inlining would lose them. So is a call with a derivative rule around
+    something without: whoever differentiates once more needs the rule.
     """
     name, params = name_of(eqn), _params_of(eqn)
     if name in _JIT_NAMES:
@@ -137,10 +142,25 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
     if name == DEFERRED and inline_custom:
         return params["jaxpr"]
     if name in _CUSTOM_NAMES and inline_custom:
-        return params.get("call_jaxpr", params.get("fun_jaxpr"))
+        body = params.get("call_jaxpr", params.get("fun_jaxpr"))
+        return None if _needs_rule(body) else body
     if _operator_of(eqn) is not None and inline_custom and name not in _HI_OPERATORS.values():
         return _expanded(eqn)  # it has derivative rules of its own, like a custom call
     return None
+
+
+def _needs_rule(body: Any) -> bool:
+    """Whether a jaxpr, or one in it, has an operator that jax cannot differentiate."""
+    jaxpr, _ = open_jaxpr(body)
+    for eqn in jaxpr.eqns:
+        bodies = sub_jaxprs(eqn)
+        if eqn.primitive.name in _WITHOUT_DERIVATIVE or any(map(_needs_rule, bodies)):
+            return True
+        dtypes = [getattr(var.aval, "dtype", bool) for var in eqn.outvars]
+        has_none = not bodies and eqn.primitive not in _ad.primitive_jvps
+        if has_none and any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+            return True
+    return False
 
 
 def called_function_name(eqn: JaxprEqn) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from remat.core.avals import aval_bytes
 from remat.core.kernel_work import cycles_named
 
-__all__ = ["CONVOLUTION", "Traits", "traits_of", "workspace_bytes"]
+__all__ = ["CONVOLUTION", "Traits", "reduction_blocks", "traits_of", "workspace_bytes"]
 
 CONVOLUTION = "conv_general_dilated"
 
@@ -25,8 +25,8 @@ _REDUCTIONS = frozenset(
     }
 )
 _WARP = 32  # threads of a GPU's warp
-# Of the kernels for reductions (`xla/backends/gpu/codegen/emitters/reduction.cc`): threads of a block, elements of a
-# row for each, elements that a thread reads at once, and what is made in one step.
+# Of the kernels for reductions (`codegen/emitters/reduction.cc`): threads of a block, elements of a row for each,
+# elements that a thread reads at once, and what is made in one step.
 _MOST_THREADS, _THREADS, _PER_THREAD, _VECTOR = 1024, 256, 16, 2
 _LONGEST_ROW, _LONGEST_COLUMN = _MOST_THREADS * _PER_THREAD, 128 * _WARP
 # `GpuHloCostAnalysis::HandleConcatenate`: a comparison and a branch; where the border of two operands may lie in a
@@ -78,7 +78,7 @@ def _of_reduction(eqn: Any) -> Traits:
     shape, axes = eqn.invars[0].aval.shape, tuple(eqn.params["axes"])
     count = math.prod(shape[axis] for axis in axes)
     if not _is_elemental(shape, axes):
-        return {"blocks": _reduction_blocks(shape, axes, eqn.invars[0].aval.dtype.itemsize)}
+        return {"blocks": reduction_blocks(shape, axes, eqn.invars[0].aval.dtype.itemsize)}
     return {"elemental": True, "cycles": max(count - 1, 1) * cycles_named(eqn.primitive.name)}
 
 
@@ -107,7 +107,7 @@ def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     )
 
 
-def _reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) -> int:
+def reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) -> int:
     """How many blocks of threads XLA launches for a reduction, 0 for what it splits or makes otherwise.
 
     It follows `RowReductionFusion`, `ColumnReductionFusion` and their small variants. Long ones it makes in two
@@ -121,7 +121,11 @@ def _reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int)
     reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
     length = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
     kept = math.prod(sizes) // max(length, 1)
-    if not all(reduced) and not _is_together(reduced) and not _is_together([not f for f in reduced]):
+    if (
+        not all(reduced)
+        and not _is_together(reduced)
+        and not _is_together([not f for f in reduced])
+    ):
         return 0
     if reduced[-1]:
         if length > _LONGEST_ROW:
