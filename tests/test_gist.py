@@ -74,3 +74,74 @@ def test_a_saved_plan_keeps_its_forms() -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(remat.PolicyError):
         Gist(**options)
+
+
+def test_errors_of_complex_gradients_have_both_parts() -> None:
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.tanh(jnp.imag(w["c"]) * jnp.sin(x) + w["r"]) ** 2)
+
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    w = {"c": jnp.full(64, 0.5 + 0.7j, jnp.complex64), "r": jnp.ones(64)}
+    policy = Gist(precision="float16")
+    error = remat.encoding_error(loss, x, w, remat_policy=policy, argnums=1)
+    of = {leaf.name: leaf for leaf in error.leaves}
+    assert sorted(of) == ["[1]['c']", "[1]['r']"]
+    plain = jax.jit(jax.grad(loss, 1))(x, w)["c"]
+    ours = jax.jit(jax.grad(remat.checkpoint(loss, remat_policy=policy), 1))(x, w)["c"]
+    share = float(jnp.linalg.norm(ours - plain) / jnp.linalg.norm(plain))
+    assert not of["[1]['c']"].exact and 1e-6 < share < 1e-2
+    # The loss has its own random cotangent: the same share, another size.
+    assert of["[1]['c']"].relative_l2 == pytest.approx(share, rel=0.3)
+
+
+def test_complex_results_get_complex_cotangents() -> None:
+    def turned(x: Any) -> Any:
+        # Only what is imaginary in the cotangent comes through to x.
+        return 1j * jnp.tanh(jnp.sin(x) * 2) * jnp.cos(x)
+
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    error = remat.encoding_error(turned, x, remat_policy=Gist(precision="float8_e4m3"))
+    assert error.forms and 1e-4 < error.max_relative_l2 < 1
+
+
+def test_errors_leave_out_what_has_no_gradient() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        scale = model["scale"] if model["scaled"] else 1.0
+        h = jnp.tanh(model["w"])[model["rows"]] * scale
+        noise = jax.random.normal(model["key"], h.shape)
+        return jnp.sum(jnp.tanh(h * x + noise) ** 2), model["rows"] + 1, h > 0, model["key"]
+
+    model = {
+        "key": jax.random.key(1),
+        "rows": jnp.array([0, 2, 2]),
+        "mask": jnp.array([True, False]),
+        "scale": 2.0,
+        "scaled": True,
+        "w": jnp.linspace(0.1, 1, 3),
+    }
+    x = jnp.linspace(-1, 1, 3)
+    error = remat.encoding_error(loss, model, x, remat_policy="gist", argnums=(-1, 0))
+    assert sorted(leaf.name for leaf in error.leaves) == ["[0]['scale']", "[0]['w']", "[1]"]
+    assert error.max_relative_l2 < 1e-5
+
+
+def test_errors_leave_out_leaves_of_models_that_are_no_arrays() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Layer:
+        def __init__(self, w: Any, rate: Any, act: Any) -> None:
+            self.w, self.rate, self.act = w, rate, act
+
+        def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+            return (self.w, self.rate, self.act), None
+
+        @classmethod
+        def tree_unflatten(cls, _: None, leaves: Any) -> Layer:
+            return cls(*leaves)
+
+    def loss(layer: Any, x: Any) -> Any:
+        h = layer.act(x @ layer.w)
+        return jnp.sum((h if layer.rate == 0 else h * layer.rate) ** 2)
+
+    layer = Layer(jnp.full((8, 8), 0.1), 0.5, jnp.tanh)
+    error = remat.encoding_error(loss, layer, jnp.ones((4, 8)), remat_policy=Gist("float16"))
+    assert len(error.leaves) == 1

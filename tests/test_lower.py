@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 import remat
 from remat.policies import Full, MinCut, Names, SaveAll
@@ -232,6 +233,67 @@ def test_side_effects_run_once() -> None:
     jax.block_until_ready(jax.jit(jax.grad(remat.checkpoint(f, remat_policy="full")))(x))
     jax.effects_barrier()
     assert len(seen) == 1
+
+
+def _with_effect(kind: str, place: str, seen: list[int]) -> Callable[[jax.Array], jax.Array]:
+    """A sine with a rule of its own and one side effect, `kind`, in the function or in its rule: `place`."""
+
+    def host(x: Any) -> Any:
+        seen.append(1)
+        return np.sin(x)
+
+    def acting(x: jax.Array) -> jax.Array:
+        if kind == "pure":
+            return jax.pure_callback(host, x, x, vmap_method="broadcast_all")
+        if kind == "io":
+            return io_callback(host, x, x)
+        jax.debug.callback(lambda v: seen.append(1), x)
+        return jnp.sin(x)
+
+    def cosine(x: jax.Array) -> jax.Array:
+        return acting(x + np.pi / 2) if place.endswith("tangent") else jnp.cos(x)
+
+    first = acting if place.endswith("function") else jnp.sin
+    if place.startswith("jvp"):
+        sine = jax.custom_jvp(first)
+        rule = {"jvp function": sine, "jvp rule": acting, "jvp tangent": jnp.sin}[place]
+        sine.defjvp(lambda p, t: (rule(p[0]), cosine(p[0]) * t[0]))
+        return sine
+    sine = jax.custom_vjp(first)
+    forward = acting if place in ("vjp function", "vjp rule") else jnp.sin
+    sine.defvjp(lambda x: (forward(x), x), lambda x, g: (cosine(x) * g,))
+    return sine
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("length", [None, 3])
+@pytest.mark.parametrize("kind", ["io", "debug", "pure"])
+@pytest.mark.parametrize(
+    "place", ["jvp function", "vjp function", "jvp rule", "vjp rule", "jvp tangent", "vjp tangent"]
+)
+def test_side_effects_of_functions_with_rules_run_once(
+    place: str, kind: str, length: int | None, lowering: str
+) -> None:
+    seen: list[int] = []
+
+    def loss(sine: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        def step(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(sine(jnp.tanh(jax.nn.relu(c) * 2))), None
+
+        def total(x: jax.Array) -> jax.Array:
+            h = step(x, None)[0] if length is None else jax.lax.scan(step, x, length=length)[0]
+            return jnp.sum(h**2)
+
+        return total
+
+    x = jnp.linspace(-1, 1, 8)
+    ours = remat.checkpoint(loss(_with_effect(kind, place, seen)), lowering=lowering)
+    for run in (jax.grad(ours), jax.jit(jax.grad(ours)), jax.grad(jax.jit(ours))):
+        seen.clear()
+        assert_equal(run(x), jax.grad(loss(jnp.sin))(x), exact=False)
+        jax.effects_barrier()
+        assert len(seen) == (length or 1)
 
 
 def _executions(function: Callable[..., Any], *args: Any) -> int:

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import io_callback
 from new_primitives import new_primitive
 
 import remat
@@ -92,6 +94,54 @@ def test_one_line_used_often_is_one_entry() -> None:
 
     (entry,) = _warned(lambda: remat.plan(loss, W, X))
     assert str(entry.message).count("foreign at") == 1 and "8.0 MiB" in str(entry.message)
+
+
+def _pure(x: Any) -> Any:
+    return jax.pure_callback(np.sin, x, x, vmap_method="broadcast_all")
+
+
+def _impure(x: Any) -> Any:
+    return io_callback(np.sin, x, x)
+
+
+def _sine(host: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The sine, on the host in the forward pass."""
+    sine = jax.custom_vjp(host)
+    sine.defvjp(lambda x: (host(x), x), lambda x, g: (jnp.cos(x) * g,))
+    return sine
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize(("host", "reason"), [(_pure, "host"), (_impure, "side effects")])
+def test_callbacks_are_warned_of(host: Callable[[Any], Any], reason: str, lowering: str) -> None:
+    sine = _sine(host)
+
+    def loss(w: Any, x: Any) -> Any:
+        def body(x: Any, _: Any) -> tuple[Any, None]:
+            return jnp.tanh(sine(jnp.tanh(x @ w))), None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
+
+    (entry,) = _warned(lambda: remat.plan(loss, W, X, lowering=lowering))
+    text = str(entry.message)
+    assert f"test_opaque.py:{_line_of(loss, 'sine(')} keeps 6.0 MiB" in text and "_callback" in text
+    assert reason in text and "operators of jax" in text
+
+
+def test_no_warning_of_callbacks_that_hold_nothing() -> None:
+    def printing(w: Any, x: Any) -> Any:
+        h = jnp.sin(x @ w)
+        jax.debug.print("{}", h)
+        return jnp.sum(jnp.sin(h))
+
+    def small(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(x @ w)) * jnp.sin(_sine(_pure)(jnp.sin(x[:1, :8] @ w[:8, :8]))).sum()
+
+    def unread(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(x @ w) + _sine(_impure)(x))
+
+    for function in (printing, small, unread):
+        assert not _warned(lambda f=function: remat.plan(f, W, X)), function
 
 
 def test_no_warning_of_what_is_small_unread_or_understood() -> None:

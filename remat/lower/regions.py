@@ -2,8 +2,9 @@
 
 `annotate_program` runs the undifferentiated program with a `checkpoint_name` on every value the plan keeps, cut
 into `jax.checkpoint` regions where nothing but kept values is alive: XLA can then only recompute a region when
-its cotangent is there. Loops and operators that must not run twice stay between the regions; a loop's body is one
-region of its own. The result is ordinary JAX: it composes with `jvp` and every other transform.
+its cotangent is there. Loops and operators that must not run twice stay between the regions, and so do calls with
+a side effect in them; a loop's body is one region of its own. The result is ordinary JAX: it composes with `jvp`
+and every other transform.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import jax.numpy as jnp
 
 from remat import compat
 from remat.core.avals import aval_bytes
+from remat.core.classify import OpCost
 from remat.core.errors import PlanError
+from remat.core.graph import Op
 from remat.core.primitives import OpClass
 from remat.plans.plan import Plan
 from remat.plans.record import primal_name
 from remat.trace.classify import classify_equation
 from remat.trace.instances import instances_of, with_single_instances
-from remat.trace.program import Program, evaluate, program_of
+from remat.trace.program import Equation, Program, evaluate, is_inexact, program_of
 from remat.trace.symbolic import STAND_IN
 
 __all__ = ["annotate_program", "differentiable_flags"]
@@ -66,7 +69,7 @@ def annotate_program(
     policy = jax.checkpoint_policies.save_only_these_names(*sorted(names.values()))
     env: dict[int, Any] = {**program.constants, **dict(zip(program.inputs, inputs, strict=True))}
     loops = _loop_paths(program)
-    for region in _regions(program, set(names)):
+    for region in _regions(program, set(names), rules_act=any(map(_op_acts, plan.graph.ops))):
         part = _part(program, region, names)
         operands = [env[v] for v in part.inputs]
         if region.whole:
@@ -109,16 +112,58 @@ def _loop_paths(program: Program) -> dict[int, str]:
     return {index: f"scan{n}" for n, index in enumerate(scans)}
 
 
-def _outside(equation: Any) -> bool:
-    """Whether an equation must not be inside a region: loops and what may not run twice."""
+def _outside(equation: Equation, *, rules_act: bool) -> bool:
+    """Whether an equation must not be inside a region: loops and what may not run twice.
+
+    jax makes no region of what has a side effect, in what it calls or in a derivative rule. `rules_act` says that
+    some rule might; only then are they looked at, for they have to be traced.
+    """
     eqn = equation.source
     if compat.scan_parts(eqn) is not None:
         return True
-    cost = classify_equation(compat.equation_with_sizes(eqn, STAND_IN))
-    return not cost.recomputable and cost.op_class is not OpClass.CALL
+    cost = _cost(eqn)
+    if cost.op_class is OpClass.CALL:
+        return _acts(eqn) or (rules_act and any(map(_acts, _differentiated(eqn))))
+    return not cost.recomputable
 
 
-def _regions(program: Program, kept: set[int]) -> list[_Region]:
+def _cost(eqn: Any) -> OpCost:
+    return classify_equation(compat.equation_with_sizes(eqn, STAND_IN))
+
+
+def _op_acts(op: Op) -> bool:
+    return op.effectful or op.kind == OpClass.EFFECT.name
+
+
+def _acts(eqn: Any) -> bool:
+    """Whether an equation has a side effect or calls the host, at any depth."""
+    cost = _cost(eqn)
+    if cost.effectful or cost.op_class is OpClass.EFFECT:
+        return True
+    bodies = (compat.open_jaxpr(body)[0] for body in compat.sub_jaxprs(eqn))
+    return any(_acts(inner) for body in bodies for inner in body.eqns)
+
+
+def _differentiated(eqn: Any) -> Sequence[Any]:
+    """The equations that a call becomes when it is differentiated: its rules are functions until then."""
+    avals, _ = compat.avals_of(eqn)
+    chosen = [i for i, aval in enumerate(avals) if is_inexact(aval)]
+
+    def derivative(operands: Sequence[Any]) -> Any:
+        def called(*values: Any) -> Any:
+            full = list(operands)
+            for index, value in zip(chosen, values, strict=True):
+                full[index] = value
+            return list(compat.evaluate_equation(eqn, full))
+
+        primals = [operands[i] for i in chosen]
+        return jax.jvp(called, primals, primals)  # any tangents of the same type
+
+    closed = jax.make_jaxpr(derivative)([compat.shape_of(aval) for aval in avals])
+    return compat.open_jaxpr(closed)[0].eqns
+
+
+def _regions(program: Program, kept: set[int], *, rules_act: bool) -> list[_Region]:
     equations = program.equations
     free = {*kept, *program.inputs, *program.constants}
     last: dict[int, int] = {}
@@ -131,7 +176,7 @@ def _regions(program: Program, kept: set[int]) -> list[_Region]:
     start = 0
     alive: set[int] = set()
     for index, equation in enumerate(equations):
-        if _outside(equation):
+        if _outside(equation, rules_act=rules_act):
             regions += [_Region(start, index, True), _Region(index, index + 1, False)]
             start = index + 1
         alive.update(v for v in equation.outputs if last.get(v, -1) > index and v not in free)

@@ -21,17 +21,19 @@ __all__ = ["Opaque", "opaque_values", "warn_of_opaque"]
 _SHARE = 0.01
 _NOTHING_BYTES = 2**20
 _LISTED = 5
+# Custom calls, and what runs on the host: for both there may be operators of jax that do the same.
+_OPAQUE = frozenset({OpClass.OPAQUE.name, OpClass.EFFECT.name})
 _shown: dict[Any, Any] = {}  # so that with Python's default filters the same text is printed once
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """What the opaque operators of one name on one line of code make, and a plan keeps.
+    """What the opaque operators (custom calls, callbacks) of one name on one line of code make, and a plan keeps.
 
     Attributes:
         name: of the primitive.
         source: `file:line` of the user's code, empty if unknown.
-        reason: why it is opaque.
+        reason: why it is opaque, or may not run again.
         nbytes: bytes kept, all iterations of loops together.
     """
 
@@ -89,7 +91,7 @@ def _rooms(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
 
 
 def _is_opaque(op: Op) -> bool:
-    return op.kind == OpClass.OPAQUE.name and not op.recomputable
+    return op.kind in _OPAQUE and not op.recomputable
 
 
 def warn_of_opaque(plan: Plan) -> None:

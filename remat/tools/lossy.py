@@ -12,7 +12,7 @@ import numpy as np
 
 from remat.api import checkpoint, plan
 from remat.core.forms import is_lossless
-from remat.trace.calls import as_tuple
+from remat.trace.calls import as_tuple, in_models, is_array
 
 __all__ = ["GradientError", "LeafError", "encoding_error"]
 
@@ -24,7 +24,7 @@ class LeafError:
     Attributes:
         name: path of the array in the arguments, `[0]['w']`.
         relative_l2: norm of the difference over the norm of plain JAX's gradient; 0 if both are zero.
-        max_abs: largest absolute difference.
+        max_abs: largest absolute difference, of complex numbers the modulus of it.
         exact: whether it is bit-equal.
     """
 
@@ -41,7 +41,8 @@ class GradientError:
     Attributes:
         policy: the policy's name.
         forms: the lossy forms in use, with the bytes of the values as computed and as kept, loops not included.
-        leaves: one per differentiated array, the largest relative error first.
+        leaves: one per differentiated array, the largest relative error first; integers have no gradient and are
+            left out.
     """
 
     policy: str
@@ -96,12 +97,7 @@ def encoding_error(
     numbers = as_tuple(argnums)
     ours = checkpoint(fun, remat_policy=remat_policy, static_argnums=static_argnums)
     theirs, mine = (_gradients(function, args, numbers, seed) for function in (fun, ours))
-    leaves = [
-        _compared(jax.tree_util.keystr(path), plain, changed)
-        for (path, plain), changed in zip(
-            jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True
-        )
-    ]
+    leaves = [_compared(name, plain, mine[name]) for name, plain in theirs.items()]
     leaves.sort(key=lambda leaf: -leaf.relative_l2)
     forms: dict[str, tuple[int, int]] = {}
     for entry in made.saved:
@@ -115,30 +111,54 @@ def encoding_error(
 
 def _gradients(
     function: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int], seed: int
-) -> Any:
-    def of(*chosen: Any) -> Any:
-        full = list(args)
-        for number, value in zip(numbers, chosen, strict=True):
-            full[number] = value
-        return function(*full)
+) -> dict[str, Any]:
+    """Gradients by their paths, of what `remat.plan` differentiates: plain JAX refuses some of the other leaves."""
+    chosen = {number % len(args): args[number] for number in numbers}
+    paths, tree = jax.tree_util.tree_flatten_with_path(chosen)
+    leaves = [leaf for _, leaf in paths]
+    fields = in_models(tree)
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if _is_inexact(leaf) and not (fields[i] and isinstance(leaf, (float, complex)))
+    ]
 
-    def pulled(*chosen: Any) -> Any:
-        results, pullback = jax.vjp(of, *chosen)
-        leaves, tree = jax.tree.flatten(results)
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        return pullback(jax.tree.unflatten(tree, list(map(_cotangent, keys, leaves))))
+    def of(*values: Any) -> list[jax.Array]:
+        every = list(leaves)
+        for place, value in zip(places, values, strict=True):
+            every[place] = value
+        given = jax.tree.unflatten(tree, every)
+        results = function(*(given.get(i, arg) for i, arg in enumerate(args)))
+        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(results) if _is_inexact(leaf)]
 
-    return jax.jit(pulled)(*(args[number] for number in numbers))
+    def pulled(*values: Any) -> Any:
+        results, pullback = jax.vjp(of, *values)
+        keys = jax.random.split(jax.random.key(seed), len(results))
+        return pullback(list(map(_cotangent, keys, results)))
+
+    made = jax.jit(pulled)(*(leaves[place] for place in places))
+    names = (jax.tree_util.keystr(paths[place][0]) for place in places)
+    return dict(zip(names, made, strict=True))
 
 
-def _cotangent(key: Any, result: Any) -> Any:
-    if not jnp.issubdtype(result.dtype, jnp.inexact):
-        return np.zeros(result.shape, jax.dtypes.float0)
+def _is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is a float, real or complex, or an array of such."""
+    if not is_array(leaf):
+        return False
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.asarray(leaf).dtype
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _cotangent(key: Any, result: jax.Array) -> jax.Array:
+    """Normal numbers like a result: complex ones for what is complex, or half of the gradient would not be seen."""
+    if jnp.issubdtype(result.dtype, jnp.complexfloating):
+        return jax.random.normal(key, result.shape, result.dtype)
     return jax.random.normal(key, result.shape).astype(result.dtype)
 
 
 def _compared(name: str, plain: Any, changed: Any) -> LeafError:
-    first, second = (np.asarray(x).astype(np.float64) for x in (plain, changed))
+    wide = np.complex128 if jnp.issubdtype(plain.dtype, jnp.complexfloating) else np.float64
+    first, second = (np.asarray(x).astype(wide) for x in (plain, changed))
     norm = float(np.linalg.norm(first))
     distance = float(np.linalg.norm(second - first))
     relative = distance / norm if norm else (0.0 if distance == 0 else float("inf"))
