@@ -21,22 +21,38 @@ from remat.memory.zeros import ArrayKind, array_kind
 __all__ = ["made_early", "put_off"]
 
 
-def put_off(execution: Execution, kernels: list[Kernel]) -> list[Kernel]:
-    """Returns the order of kernels in which what takes more memory than it frees waits, if it can.
+def put_off(execution: Execution, kernels: list[Kernel]) -> list[list[Kernel]]:
+    """Returns the orders of kernels in which what takes more memory than it frees waits, if it can.
 
     XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of
     a weight that is larger than the activations it is made from is therefore computed late, when everything else
     takes more memory, and until then its memory serves for temporaries. In a loop's body it counts the whole stack
     that a gradient is written into, so there all gradients wait till the end. Where a pool's windows have their
     largest is known in the forward pass already, and there it is found once everything else takes as much.
+
+    Of several orders XLA takes that of least memory (`DefaultMemoryScheduler`). Where it visits operators depth
+    first, from the results back, all that waits comes last: that is the second order here, if it is another.
     """
-    return _ListScheduler(execution, kernels).order()
+    first = _ListScheduler(execution, kernels)
+    orders = [first.order()]
+    if first.went_on:
+        orders.append(_ListScheduler(execution, kernels, till_the_end=True).order())
+    return orders
 
 
 class _ListScheduler:
-    """Kernels in their order, of which some wait."""
+    """Kernels in their order, of which some wait.
 
-    def __init__(self, execution: Execution, kernels: list[Kernel]) -> None:
+    Attributes:
+        till_the_end: whether what waits does so till everything else has run.
+        went_on: whether some of it did not.
+    """
+
+    def __init__(
+        self, execution: Execution, kernels: list[Kernel], *, till_the_end: bool = False
+    ) -> None:
+        self.till_the_end = till_the_end
+        self.went_on = False
         self.kernels = kernels
         self.size = [instance.nbytes for instance in execution.instances]
         self.stacks = execution.stacks
@@ -76,7 +92,7 @@ class _ListScheduler:
                 if best < 0 or self.stacks:
                     self.waiting[kernel.node] = best, kernel
                     continue
-            if self.waiting and not self.stacks:
+            if self.waiting and not self.stacks and not self.till_the_end:
                 self._run_what_takes_less(kernel)
             self._run(kernel)
         for _, kernel in self.waiting.values():
@@ -130,6 +146,7 @@ class _ListScheduler:
             for best, k in self.waiting.values()
             if best >= own and self._gain(k) >= own + (k.node not in self.pools)
         ]
+        self.went_on = self.went_on or bool(ready)
         for other in ready:
             del self.waiting[other.node]
         for other in ready:

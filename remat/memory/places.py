@@ -18,7 +18,7 @@ from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of, written_over
 from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
 
-__all__ = ["Layout", "Occupancy", "Range", "lay_out", "occupy", "occupy_by"]
+__all__ = ["Layout", "Occupancy", "Range", "held_bytes", "lay_out", "occupy", "occupy_by"]
 
 
 @dataclass(slots=True)
@@ -129,6 +129,12 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
     kept = (written - execution.copied).union(own.values())
     ranges = [r for r in ranges if r.nbytes and r.index not in kept]
     return Layout(order, ranges + sliced, results)
+
+
+def held_bytes(layout: Layout) -> int:
+    """What temporaries and results take at most, each in memory of its own: by this XLA compares orders."""
+    change = _changes((*layout.ranges, *layout.results), len(layout.order))
+    return max(itertools.accumulate(change))
 
 
 def occupy(execution: Execution, layout: Layout) -> Occupancy:

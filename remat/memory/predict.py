@@ -36,7 +36,7 @@ from remat.memory.instances import execution_of
 from remat.memory.kernels import Kernel, find_kernels, merge_siblings
 from remat.memory.matmuls import join_matmuls, merged_matmuls
 from remat.memory.order import made_early, put_off
-from remat.memory.places import Layout, lay_out, occupy
+from remat.memory.places import Layout, held_bytes, lay_out, occupy
 from remat.memory.zeros import is_constant
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
@@ -140,8 +140,9 @@ def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
     fusion = Fusion(execution)
     kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)
     kernels = merge_siblings(execution, fusion, kernels)
-    order = put_off(execution, kernels)
-    return kernels, lay_out(execution, order, made_early(execution, fusion))
+    early = made_early(execution, fusion)
+    layouts = [lay_out(execution, order, early) for order in put_off(execution, kernels)]
+    return kernels, min(layouts, key=held_bytes)
 
 
 def executed(graph: Graph, schedule: Schedule | None, loops: Sequence[LoopRecord]) -> Execution:
