@@ -59,7 +59,7 @@ def gelu_chain(layers: int) -> Condensed:
     def loss(weights: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
         for w in weights:
             x = jax.nn.gelu(x @ w)
-        return jnp.sum(x * x)
+        return jnp.sum(x * x, axis=1)  # not of all: one block of threads would not make gelus
 
     return of_function(loss, (f32(WIDTH, WIDTH),) * layers, f32(ROWS, WIDTH))
 
@@ -97,7 +97,7 @@ def residual(layers: int) -> Condensed:
     def loss(weights: tuple[Any, ...], x: jax.Array) -> jax.Array:
         for a, b in weights:
             x = x + jnp.tanh(x @ a) @ b
-        return jnp.sum(x * x)
+        return jnp.sum(x * x, axis=1)
 
     return of_function(loss, ((f32(WIDTH, WIDTH),) * 2,) * layers, f32(ROWS, WIDTH))
 
@@ -134,7 +134,7 @@ def test_a_dropout_mask_is_a_buffer_of_one_bit_per_element() -> None:
         for index, w in enumerate(weights):
             keep = jax.random.bernoulli(jax.random.fold_in(key, index), 0.5, x.shape)
             x = jnp.where(keep, jnp.tanh(x @ w) * 2, 0.0)
-        return jnp.sum(x * x)
+        return jnp.sum(x * x, axis=1)
 
     args = ((f32(WIDTH, WIDTH),) * 2, f32(ROWS, WIDTH), jax.random.key(0))
     condensed = of_function(loss, *args)
