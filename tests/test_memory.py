@@ -205,6 +205,17 @@ def test_gradients_larger_than_what_they_are_made_from_come_last() -> None:
     assert simulate(graph, build_schedule(graph, ()), fused=False).peak_bytes > BIG_BYTES
 
 
+def test_such_gradients_wait_for_what_takes_still_more_if_that_takes_less_memory() -> None:
+    """Made before `wide`, which takes more than it, the gradient would be no place for what is made of `wide`."""
+    builder = GraphBuilder()
+    ct = builder.cotangent((8,))
+    gradient = builder.op("dot", [builder.op("dot", [ct], (8,))], (*BIG, 16))
+    wide = builder.op("dot", [ct], (*BIG, 32))
+    narrow = builder.op("dot", [wide], (*BIG, 4))
+    found = predict(builder.build([], [gradient, builder.op("dot", [narrow], (8,))]))
+    assert 32 * BIG_BYTES <= found.peak_bytes < (32 + 4) * BIG_BYTES
+
+
 def test_what_is_alive_at_the_peak_is_listed_largest_first_and_is_not_less_than_the_peak() -> None:
     graph = two_readers("tanh")
     found = predict(graph)

@@ -31,7 +31,7 @@ def put_off(execution: Execution, kernels: list[Kernel]) -> list[list[Kernel]]:
     largest is known in the forward pass already, and there it is found once everything else takes as much.
 
     Of several orders XLA takes that of least memory (`DefaultMemoryScheduler`). Where it visits operators depth
-    first, from the results back, all that waits comes last: that is the second order here, if it is another.
+    first, from the results back, all such gradients come last: that is the second order here, if it is another.
     """
     first = _ListScheduler(execution, kernels)
     orders = [first.order()]
@@ -44,8 +44,8 @@ class _ListScheduler:
     """Kernels in their order, of which some wait.
 
     Attributes:
-        till_the_end: whether what waits does so till everything else has run.
-        went_on: whether some of it did not.
+        till_the_end: whether gradients that wait do so till everything else has run.
+        went_on: whether some of them did not.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class _ListScheduler:
                 if best < 0 or self.stacks:
                     self.waiting[kernel.node] = best, kernel
                     continue
-            if self.waiting and not self.stacks and not self.till_the_end:
+            if self.waiting and not self.stacks:
                 self._run_what_takes_less(kernel)
             self._run(kernel)
         for _, kernel in self.waiting.values():
@@ -145,8 +145,9 @@ class _ListScheduler:
             k
             for best, k in self.waiting.values()
             if best >= own and self._gain(k) >= own + (k.node not in self.pools)
+            if k.node in self.pools or not self.till_the_end
         ]
-        self.went_on = self.went_on or bool(ready)
+        self.went_on = self.went_on or any(other.node not in self.pools for other in ready)
         for other in ready:
             del self.waiting[other.node]
         for other in ready:
