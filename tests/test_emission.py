@@ -12,6 +12,7 @@ import remat
 from remat.core.graph import Graph, Op
 from remat.memory.predict import buffers
 from remat.policies import Unchanged
+from remat.trace.emission import reduction_blocks
 
 
 def op_named(graph: Graph, name: str) -> Op:
@@ -57,6 +58,44 @@ def test_a_trace_tells_which_reductions_are_made_where_they_are_read(
     assert op.elemental is is_short
     count = math.prod(shape[axis] for axis in axes)
     assert op.cycles == (7 * (count - 1) if is_short else 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "blocks"),
+    [
+        ((2048, 2048, 3), (0,), 6144 // 64),  # columns, 64 to a block
+        ((2048, 2047), (0,), 64),  # of an odd number 32
+        ((64, 40), (0,), 2),
+        ((2048, 2048, 3), (1,), 2048),  # a few columns, a block for each matrix
+        ((8, 8, 8, 256), (0, 1, 2), 4),
+        ((8, 32, 32, 64), (0, 1, 2), 64),  # in two steps: 64 times 128
+        ((8, 56, 56, 64), (0, 1, 2), 128),
+        ((4096, 1024), (1,), 1024),  # rows, four to a block
+        ((4096, 64), (1,), 0),  # several to a warp
+        ((256, 64), (0, 1), 1),  # all of it, in one step
+        ((1024, 64), (0, 1), 32),  # and in two
+        ((8, 64, 32, 96), (0, 2), 0),  # neither what is summed nor what is left is in one piece
+        ((64, 0), (0,), 0),
+        ((0, 64), (0,), 0),
+    ],
+)
+def test_how_many_blocks_of_threads_a_reduction_has(
+    shape: tuple[int, ...], axes: tuple[int, ...], blocks: int
+) -> None:
+    assert reduction_blocks(shape, axes, 4) == blocks
+
+
+def test_a_sum_over_dimensions_of_one_is_its_operand() -> None:
+    _, op = reduction((64, 1, 64, 1), (1, 3))
+    assert op.elemental
+
+    def loss(x: jax.Array) -> jax.Array:
+        inner = jnp.sum(jnp.sin(x), axis=1)  # read by the next kernel, which makes it
+        return jnp.sum(jax.lax.optimization_barrier(jnp.tanh(inner)), axis=1)
+
+    x = jax.ShapeDtypeStruct((1024, 1, 1024), jnp.float32)
+    graph = remat.plan(loss, x, remat_policy=Unchanged()).graph
+    assert buffers(graph)[op_named(graph, "reduce_sum").outputs[0]] == 0
 
 
 @pytest.mark.parametrize(("columns", "is_written"), [(3, False), (64, True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -437,6 +438,50 @@ def test_a_trace_tells_which_pools_are_padded() -> None:
     assert graph_of(((1, 1), (1, 1)))
     assert not graph_of("SAME")  # 16 elements by twos: one row behind the last
     assert not graph_of("VALID")
+
+
+# --- what runs ---------------------------------------------------------------------------------------
+
+
+def names_run(builder: GraphBuilder, results: list[int]) -> list[str]:
+    """What runs of a graph, by name."""
+    return [node.name for node in execution_of(builder.build(results, []), None, {}).nodes]
+
+
+@pytest.mark.parametrize(("name", "runs"), [("mul", 1), ("max", 1), ("sub", 2)])
+def test_operands_in_another_order_make_another_operator_only_if_it_matters(
+    name: str, runs: int
+) -> None:
+    builder = GraphBuilder()
+    a, b = builder.input(), builder.input()
+    pair = [builder.op(name, read, kind="POINTWISE", source="f.py:1") for read in ((a, b), (b, a))]
+    assert names_run(builder, pair) == [name] * runs
+
+
+def test_a_sum_of_what_is_negated_is_negated_behind_the_sum() -> None:
+    builder = GraphBuilder()
+    x = builder.input((64, 8))
+    negative = builder.op("neg", [x], (64, 8), kind="POINTWISE")
+    sums = [
+        builder.op("reduce_sum", [v], (64,), kind="REDUCTION", source="f.py:1")
+        for v in (x, negative)
+    ]
+    assert names_run(builder, sums) == ["neg", "reduce_sum", "neg"]  # of both the same sum
+    assert buffers(builder.build(sums, []))[negative] == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "runs"), [((8, 64), 1), ((64, 64), 2), ((64, 8, 64), 1), ((64, 64, 8), 2)]
+)
+def test_two_sums_of_one_line_are_one_if_their_results_tell_what_is_summed(
+    shape: tuple[int, ...], runs: int
+) -> None:
+    builder = GraphBuilder()
+    x = builder.input(shape)
+    result = (*shape[:-2], shape[-1]) if len(shape) == 2 else (64, 8)
+    fields: dict[str, Any] = {"kind": "REDUCTION", "source": "f.py:1"}
+    pair = [builder.op("reduce_sum", [x], result, **fields) for _ in range(2)]
+    assert names_run(builder, pair) == ["reduce_sum"] * runs
 
 
 # --- kernels with several results --------------------------------------------------------------------

@@ -121,11 +121,10 @@ def reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) 
     reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
     length = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
     kept = math.prod(sizes) // max(length, 1)
-    if (
-        not all(reduced)
-        and not _is_together(reduced)
-        and not _is_together([not f for f in reduced])
-    ):
+    others = [not flag for flag in reduced]
+    if not math.prod(sizes):
+        return 0
+    if any(others) and not _is_together(reduced) and not _is_together(others):
         return 0
     if reduced[-1]:
         if length > _LONGEST_ROW:
@@ -135,7 +134,7 @@ def reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) 
             return 0  # several rows to a warp: as many blocks as an element-wise kernel has
         threads = min(_MOST_THREADS, _WARP * -(-length // (_PER_THREAD * _WARP)))
         return -(-kept // max(_THREADS // threads, 1))
-    minor = _minor(sizes, [not flag for flag in reduced])
+    minor = _minor(sizes, others)
     major = kept // minor
     if length > _LONGEST_COLUMN:
         major *= _in_two_steps(length, _LONGEST_COLUMN, is_row=False)[0]
