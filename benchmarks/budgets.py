@@ -6,11 +6,11 @@ Baselines: no remat, and per block full remat, `dots_saveable`, `dots_with_no_ba
 segments of blocks. Ours is `remat_policy="ilp"` around the whole loss: at budgets evenly between the temp memory
 of full remat and of no remat as predicted, without the compiler's word; and at every baseline's own temp memory
 confirmed by the compiler, as by default where it is there, and by `remat.fit` (last column: how many compiles each
-took). All of them are compiled by XLA for a device that need not
-be there, with `jax.value_and_grad`, as in a training step: without the loss itself XLA leaves out the end of its
-computation, and takes up to 7 % less memory. The columns: budget, predicted peak and compiled temp in MiB; traffic
-in GiB; matmuls and convolutions executed; the roofline time of the compiled program in ms; seconds to plan (with
-tracing, and the compiles that confirm) and to compile.
+took). All of them are compiled by XLA for a device that need not be there, with `jax.value_and_grad`, as in a
+training step: without the loss itself XLA leaves out the end of its computation, and takes up to 7 % less memory.
+The columns: budget, predicted peak and compiled temp in MiB; traffic in GiB; matmuls and convolutions executed; the
+roofline time of the compiled program in ms; seconds to plan (with tracing, and the compiles that confirm) and to
+compile.
 
 `--check` exits with 1 if a compiled temp is above its budget, or if a baseline that fits a budget beats ours: the
 one with the shortest roofline time among those that fit is the bound on traffic and on matmuls + convolutions.

@@ -62,7 +62,7 @@ CHEAP = (
     Step("max", (7, 3)),
     Step("add", (8, 6)),
 )
-# Read by two reductions: that of columns has few blocks of threads, that of rows enough.
+# Read by reductions: those of columns have few blocks of threads, that of rows enough.
 REDUCED = (
     Step("sqrt", (1,), ROW),
     Step("broadcast_in_dim", (2,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from remat.core.graph import Graph, Op, Value
-from remat.memory.tables import COMPARED, CONVOLUTION, DETERMINED, PICKS, REDUCED, SAME_BUFFER
+from remat.memory.tables import COMPARED, CONVOLUTION, DETERMINED, PICKS, SAME_BUFFER
 
 __all__ = ["moves_nothing", "signature"]
 
@@ -59,7 +59,8 @@ def moves_nothing(graph: Graph, op: Op, *, in_loop: bool) -> bool:
         return False
     if op.name == "transpose":
         return _keeps_order(source, result)
-    return op.name == "broadcast_in_dim" or op.name in REDUCED
+    # A reduction that leaves as many elements is over dimensions of size one.
+    return op.name == "broadcast_in_dim" or op.elemental
 
 
 def _turns_product(graph: Graph, op: Op) -> bool:

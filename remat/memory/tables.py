@@ -24,7 +24,6 @@ __all__ = [
     "PICKS",
     "PIECE",
     "POOL_GRADIENT",
-    "REDUCED",
     "SAME_BUFFER",
     "SEVERAL_RESULTS",
     "SMALL_SHARE",
@@ -44,10 +43,6 @@ DETERMINED = primitives_with(Trait.DETERMINED)
 PICKS = frozenset({"slice", "split", "pad"})
 # Operators that return the parts of an array, each a slice of its own to XLA.
 PARTED = frozenset({"split", "unstack"})
-# Reductions of which one over dimensions of size one is its operand.
-REDUCED = frozenset({
-    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
-})  # fmt: skip
 # Operators of two operands in any order (`HloOpcodeIsBinaryCommutative`): XLA merges two that differ in it.
 COMMUTATIVE = frozenset({"add", "add_any", "and", "max", "min", "mul", "or", "xor"})
 # Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.

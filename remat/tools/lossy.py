@@ -12,7 +12,7 @@ import numpy as np
 
 from remat.api import checkpoint, plan
 from remat.core.forms import is_lossless
-from remat.trace.calls import as_tuple, in_models, is_array
+from remat.trace.calls import as_tuple, is_array, traced_flags
 
 __all__ = ["GradientError", "LeafError", "encoding_error"]
 
@@ -116,12 +116,8 @@ def _gradients(
     chosen = {number % len(args): args[number] for number in numbers}
     paths, tree = jax.tree_util.tree_flatten_with_path(chosen)
     leaves = [leaf for _, leaf in paths]
-    fields = in_models(tree)
-    places = [
-        i
-        for i, leaf in enumerate(leaves)
-        if _is_inexact(leaf) and not (fields[i] and isinstance(leaf, (float, complex)))
-    ]
+    traced = traced_flags(leaves, tree)
+    places = [i for i, leaf in enumerate(leaves) if traced[i] and _is_inexact(leaf)]
 
     def of(*values: Any) -> list[jax.Array]:
         every = list(leaves)

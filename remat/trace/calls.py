@@ -107,7 +107,7 @@ def split_results(results: Any, is_traced: Filter | None = None) -> tuple[list[A
         TraceError: there are traced arrays in an object that jax cannot look into.
     """
     leaves, tree = jax.tree.flatten(results)
-    flags = _traced_flags(leaves, tree, is_traced)
+    flags = traced_flags(leaves, tree, is_traced)
     if is_traced is None and any(isinstance(leaf, bool) for leaf in leaves):
         # Outside of models flags become arrays, like numbers and as in `jax.checkpoint`.
         flags = [
@@ -151,7 +151,7 @@ def flatten_call(
     moving = [i for i in range(len(args)) if i not in static]
     moving_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
     everything, tree = jax.tree.flatten((tuple(args[i] for i in moving), moving_kw))
-    traced = _traced_flags(everything, tree, is_traced)
+    traced = traced_flags(everything, tree, is_traced)
     fixed = {i: leaf for i, leaf in enumerate(everything) if not traced[i]}
     positional = [i for i, part in zip(moving, _parts(tree), strict=True) for _ in range(part)]
     owners = [*positional, *(None for _ in range(len(everything) - len(positional)))]
@@ -185,7 +185,7 @@ def _parts(tree: Any) -> list[int]:
     return [child.num_leaves for child in positional.children()]
 
 
-def _traced_flags(leaves: Sequence[Any], tree: Any, is_traced: Filter | None) -> list[bool]:
+def traced_flags(leaves: Sequence[Any], tree: Any, is_traced: Filter | None = None) -> list[bool]:
     """Returns for every leaf of a tree whether it is traced, as `flatten_call` has it."""
     if is_traced is not None:
         return [is_traced(leaf) for leaf in leaves]

@@ -89,9 +89,7 @@ def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     columns that are short for how few there are. Where the axes are not next to one another in memory, XLA splits
     the reduction in two first. Over axes of size one it is a reshape.
     """
-    sizes = [dim for dim in shape if dim != 1]
-    reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
-    kept = [not flag for flag in reduced]
+    sizes, reduced, kept = _without_ones(shape, axes)
     if not any(reduced):
         return True
     if not any(kept) or not (_is_together(reduced) or _is_together(kept)):
@@ -117,15 +115,13 @@ def reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) 
         shape: of the operand, `axes` those that are reduced.
         width: bytes of an element.
     """
-    sizes = [dim for dim in shape if dim != 1]
-    reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
-    length = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
-    kept = math.prod(sizes) // max(length, 1)
-    others = [not flag for flag in reduced]
+    sizes, reduced, others = _without_ones(shape, axes)
     if not math.prod(sizes):
         return 0
     if any(others) and not _is_together(reduced) and not _is_together(others):
         return 0
+    length = math.prod(dim for dim, flag in zip(sizes, reduced, strict=True) if flag)
+    kept = math.prod(sizes) // length
     if reduced[-1]:
         if length > _LONGEST_ROW:
             outer, length = _in_two_steps(length, _LONGEST_ROW, is_row=True)
@@ -144,6 +140,15 @@ def reduction_blocks(shape: tuple[int, ...], axes: tuple[int, ...], width: int) 
     if vector == 2 and width < 4 and minor % 4 == 0 and minor >= 4 * _WARP:
         vector = 4
     return major * -(-minor // (vector * _WARP))
+
+
+def _without_ones(
+    shape: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[list[int], list[bool], list[bool]]:
+    """The dimensions larger than one, with which of them are reduced and which are left."""
+    sizes = [dim for dim in shape if dim != 1]
+    reduced = [axis in axes for axis, dim in enumerate(shape) if dim != 1]
+    return sizes, reduced, [not flag for flag in reduced]
 
 
 def _in_two_steps(length: int, longest: int, *, is_row: bool) -> tuple[int, int]:
