@@ -130,6 +130,20 @@ def recommender(fields: int, bags: int) -> tuple[Any, tuple[Any, ...]]:
     return loss, (params, shape(batch, fields, bags, dtype="int32"), shape(batch))
 
 
+def attention() -> tuple[Any, tuple[Any, ...]]:
+    """Attention in bfloat16: the backward pass needs what its softmax sums, and writes over an operand."""
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query, key, value = jnp.tanh(query), jnp.tanh(key), jnp.tanh(value)
+        scores = jnp.einsum("bqhe,bkhe->bhqk", query, key)
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+        weights = jax.nn.softmax(scores.astype(jnp.float32), -1).astype(query.dtype)
+        mixed = jnp.einsum("bhqk,bkhe->bqhe", weights, value)
+        return jnp.mean(jnp.mean(mixed.astype(jnp.float32) ** 2, (1, 2, 3)))
+
+    return loss, (shape(2, 512, 16, 64, dtype="bfloat16"),) * 3
+
+
 # The rules are those of jax 0.10.2: with 0.12 more is compiled than predicted (docs/memory-model.md).
 NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA differs")
 
@@ -143,10 +157,11 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         lambda: perceptron(jax.nn.relu6),
         lambda: perceptron(lambda x: jnp.maximum(0.1 * x, x)),
         lambda: perceptron(jnp.tanh, 8200),  # no multiple of what weights' gradients are split into
+        attention,
         pytest.param(lambda: recommender(6, 2), marks=NOT_SINCE_0_12),
         pytest.param(lambda: recommender(12, 1), marks=NOT_SINCE_0_12),
     ],
-    ids=["relu", "relu6", "leaky", "odd", "few_tables", "tables"],
+    ids=["relu", "relu6", "leaky", "odd", "attention", "few_tables", "tables"],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
     loss, args = build()

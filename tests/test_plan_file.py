@@ -95,7 +95,7 @@ def _changed(value: Any, annotation: str) -> Any:
     raise AssertionError(f"add a sample for {annotation}")
 
 
-_SAMPLES = {"range": (-1, 6), "form": "float16", "contracts": ((1,), (0,), (), ())}
+_SAMPLES = {"range": (-1, 6), "form": "float16", "contracts": ((1,), (0,), (), ()), "axes": (0, 2)}
 
 
 @pytest.mark.parametrize("kind", [Value, Op])

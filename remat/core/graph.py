@@ -100,6 +100,7 @@ class Op:
         workspace_bytes: of what XLA:GPU makes of its operands before it, and frees behind it.
         elemental: a reduction so short that XLA merges it with what reads it, like an element-wise operator.
         cycles: clock cycles that XLA counts for an element of the result; 0 where the name tells.
+        axes: of a reduction, the dimensions that it reduces.
         blocks: of a reduction, the blocks of threads that XLA makes it with; 0 for enough to occupy a device.
     """
 
@@ -128,6 +129,7 @@ class Op:
     workspace_bytes: int = 0
     elemental: bool = False
     cycles: int = 0
+    axes: tuple[int, ...] = ()
     blocks: int = 0
 
 
@@ -356,6 +358,7 @@ class Graph:
                     "inputs": tuple(op["inputs"]),
                     "outputs": tuple(op["outputs"]),
                     "contracts": tuple(map(tuple, op.get("contracts", ()))),
+                    "axes": tuple(op.get("axes", ())),
                 }
             )
             for op in data["ops"]

@@ -14,9 +14,8 @@ def signature(graph: Graph, op: Op) -> Hashable:
     """Equal for operators that compute the same of the same operands, as far as the graph tells.
 
     It does not tell parameters and literals. Operators from one line of the user's code with results of one
-    type are taken to have the same, unless they pick parts of an array, several of which one line may, sum over
-    one or the other of two dimensions of one size, or are matmuls of the backward pass: the two gradients of the
-    product of an array with itself read the same.
+    type are taken to have the same, unless they pick parts of an array, several of which one line may, or are
+    matmuls of the backward pass: the two gradients of the product of an array with itself read the same.
     """
     if len(op.outputs) != 1 or op.effectful or not (op.recomputable or op.decision):
         return op.id
@@ -27,20 +26,9 @@ def signature(graph: Graph, op: Op) -> Hashable:
         return op.name, result.dtype
     if op.name == "concatenate":  # along the dimension in which the result is longer
         return op.name, result.shape
-    picks = op.name in PICKS or op.kind not in COMPARED
-    if op.kind == "REDUCTION" and len(op.inputs) == 1:
-        picks |= not _tells_axes(graph.values[op.inputs[0]].shape, result.shape)
-    return op.id if picks or not op.source else (op.name, result.dtype, result.shape, op.source)
-
-
-def _tells_axes(source: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """Whether there is one way to leave out dimensions of a shape so that another remains."""
-    ways = [1, *[0] * len(result)]  # to make the first so many dimensions of the result
-    for size in source:
-        for place in range(len(result), 0, -1):
-            if result[place - 1] == size:
-                ways[place] += ways[place - 1]
-    return ways[-1] <= 1
+    if op.name in PICKS or op.kind not in COMPARED or not op.source:
+        return op.id
+    return op.name, result.dtype, result.shape, op.axes, op.source
 
 
 def moves_nothing(graph: Graph, op: Op, *, in_loop: bool) -> bool:

@@ -36,6 +36,7 @@ class Kernel:
             reads that does not fuse, and kernels of convolutions in another layout. Behind a barrier it is another.
         workspace: an operand, and the bytes of what is made of it for this kernel alone.
         is_joined: whether all that it makes is one buffer.
+        rows: buffers of which it reads a row before it writes it; empty if it reduces no rows in itself.
     """
 
     node: int
@@ -46,6 +47,7 @@ class Kernel:
     copies: set[int] = field(default_factory=set)
     workspace: tuple[int, int] | None = None
     is_joined: bool = False
+    rows: set[int] = field(default_factory=set)
 
     def merge(self, other: Kernel) -> None:
         """Takes over what another kernel does."""
@@ -141,7 +143,7 @@ def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) 
     """Returns the kernels with independent ones merged that read one array of the size they walk over.
 
     XLA makes one kernel with several results of them. It runs when the last of them could, so what the first makes
-    and what is made from that comes later.
+    and what is made from that comes later. Kernels that reduce rows are Triton's and stay apart.
     """
     instances = execution.instances
     last: dict[int, Kernel] = {}  # by array, the last element-wise kernel that read it
@@ -151,7 +153,13 @@ def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) 
         node = execution.nodes[kernel.node]
         place[kernel.node] = len(order)
         order.append(kernel)
-        if node.kind != "op" or not node.fusible or node.reduces or not kernel.writes:
+        if (
+            node.kind != "op"
+            or not node.fusible
+            or node.reduces
+            or not kernel.writes
+            or kernel.rows
+        ):
             continue
         size = fusion.size(kernel.node)
         for root in sorted(root for root in kernel.reads if instances[root].elements == size):

@@ -274,29 +274,11 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
         node = nodes[producer]
         return len(node.outs) == 1 and node.name not in SEVERAL_RESULTS
 
-    reductions = _row_reductions(execution, order)
-
-    def normalizes(kernel: Kernel, found: Range) -> bool:
-        """Whether it is a softmax, or a norm: rows, their largest or mean, and what is summed of both.
-
-        XLA makes one Triton kernel of all that (`softmax_rewriter_triton`), which reads a row before it writes it.
-        """
-        of_rows = set(kernel.reads & reductions.keys())
-        new = of_rows
-        while new := {r for last in new for r in reductions[last] & reductions.keys()} - of_rows:
-            of_rows |= new
-        elements = instances[found.index].elements
-        return any(
-            instances[root].elements == elements
-            for last in of_rows
-            for first in reductions[last] & of_rows
-            for root in reductions[first] & reductions[last] & kernel.reads
-        )
-
     places = {found.index: found for found in ranges if serves(found)}
     dying: dict[tuple[int, int], int] = {}
     for found in places.values():
-        dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
+        if found.index not in order[found.end].rows:
+            dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
     twice: list[Range] = []
     overwriting: set[tuple[int, int]] = set()
     for found in ranges:
@@ -304,8 +286,6 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
         node = nodes[producer] if producer >= 0 else None
         if node is None or node.name == "transpose" or found.index in execution.copied:
             continue  # a loop stacks into an array of its own
-        if normalizes(order[found.start], found):
-            continue
         if node.name in SCATTERS:
             # What it writes into is a buffer that it shares, made by a kernel of its own.
             if instances[node.ins[0]].root not in order[found.start].reads:
@@ -323,26 +303,3 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
             overwriting.add(key)
             twice.append(found)
     return twice
-
-
-def _row_reductions(execution: Execution, order: list[Kernel]) -> dict[int, set[int]]:
-    """What is reduced over the last dimension, with the buffers that the reducing kernel reads.
-
-    What is made of that row by row counts, too, with what it is made of.
-    """
-    values, instances = execution.graph.values, execution.instances
-    found: dict[int, set[int]] = {}
-    for kernel in order:
-        node = execution.nodes[kernel.node]
-        if len(kernel.writes) != 1:
-            continue
-        if node.reduces and len(node.ins) == 1:
-            source, result = (values[instances[i].value].shape for i in (*node.ins, *node.outs))
-            if source[:-1] == result:
-                found[kernel.writes[0]] = kernel.reads
-        elif node.fusible and not node.reduces:
-            rows = instances[kernel.writes[0]].elements
-            made_of = [r for r in kernel.reads & found.keys() if instances[r].elements == rows]
-            if made_of:
-                found[kernel.writes[0]] = kernel.reads.union(*(found[root] for root in made_of))
-    return found

@@ -37,6 +37,7 @@ from remat.memory.kernels import Kernel, find_kernels, merge_siblings
 from remat.memory.matmuls import join_matmuls, merged_matmuls
 from remat.memory.order import made_early, put_off
 from remat.memory.places import Layout, held_bytes, lay_out, occupy
+from remat.memory.rows import mark_row_kernels
 from remat.memory.zeros import is_constant
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
@@ -139,6 +140,7 @@ def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
     groups = merged_matmuls(execution)
     fusion = Fusion(execution)
     kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)
+    mark_row_kernels(execution, fusion, kernels)
     kernels = merge_siblings(execution, fusion, kernels)
     early = made_early(execution, fusion)
     layouts = [lay_out(execution, order, early) for order in put_off(execution, kernels)]

@@ -43,6 +43,7 @@ class Traits(TypedDict, total=False):
     swapped: bool
     elemental: bool
     cycles: int
+    axes: tuple[int, ...]
     blocks: int
 
 
@@ -78,8 +79,13 @@ def _of_reduction(eqn: Any) -> Traits:
     shape, axes = eqn.invars[0].aval.shape, tuple(eqn.params["axes"])
     count = math.prod(shape[axis] for axis in axes)
     if not _is_elemental(shape, axes):
-        return {"blocks": reduction_blocks(shape, axes, eqn.invars[0].aval.dtype.itemsize)}
-    return {"elemental": True, "cycles": max(count - 1, 1) * cycles_named(eqn.primitive.name)}
+        width = eqn.invars[0].aval.dtype.itemsize
+        return {"axes": axes, "blocks": reduction_blocks(shape, axes, width)}
+    return {
+        "axes": axes,
+        "elemental": True,
+        "cycles": max(count - 1, 1) * cycles_named(eqn.primitive.name),
+    }
 
 
 def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
