@@ -19,6 +19,7 @@ import pytest
 from versions import CPU_UNDOES_REMATERIALIZATION
 
 import remat.compiler.targets as targets_module
+from models.development import NETWORKS
 from remat.compiler.compile import CPU_COMPILER_OPTIONS, compile_report, compiler_options
 from remat.compiler.toolchain import Missing, Plugin
 from remat.core.devices import GPU_NAMES
@@ -467,3 +468,51 @@ assert float((y * 2).sum()) == 16.0
         [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+class Untiled:
+    """A lowered program with a matmul that XLA:GPU 0.10.2 has no tiling for without tuning; counts its compiles."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any] | None] = []
+
+    def compile(self, compiler_options: dict[str, Any] | None) -> str:
+        self.asked.append(compiler_options)
+        if (compiler_options or {}).get("xla_gpu_enable_triton_gemm", True):
+            raise jax.errors.JaxRuntimeError(
+                "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.264 = f32[6304,384]{1,0} dot()"
+            )
+        return "compiled"
+
+
+def test_a_matmul_without_a_tiling_is_the_librarys() -> None:
+    lowered: Any = Untiled()
+    absent = targets_module.Target("h200", "cuda", False, None, None)
+    own = {"xla_gpu_autotune_level": 0}
+    compiled, options = targets_module.compile_for(lowered, absent, own)
+    assert compiled == "compiled"
+    assert options == own | {"xla_gpu_enable_triton_gemm": False}
+    assert lowered.asked == [own, options]
+
+
+@pytest.mark.parametrize(
+    ("is_attached", "options"), [(True, {}), (False, {"xla_gpu_enable_triton_gemm": True})]
+)
+def test_nor_is_it_where_the_gpu_is_there_or_the_user_chose(
+    is_attached: bool, options: dict[str, Any]
+) -> None:
+    lowered: Any = Untiled()
+    target = targets_module.Target("h200", "cuda", is_attached, None, None)
+    with pytest.raises(CompileError, match="Couldn't find output tile sizes"):
+        targets_module.compile_for(lowered, target, options)
+    assert len(lowered.asked) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+def test_a_vit_of_197_tokens_compiles() -> None:
+    loss, args = NETWORKS["vit"]()
+    report = compile_report(jax.grad(loss), *args, device="h200")
+    assert report.temp_bytes > 100 * MIB
+    was_changed = any("all of the library" in note for note in report.unknown)
+    assert was_changed == ("xla_gpu_enable_triton_gemm" in report.compiler_options)

@@ -70,6 +70,9 @@ _NO_TUNING = (
     "kernels tuned by running them on the GPU (matmul tilings, cuBLAS and cuDNN algorithms and "
     "their scratch space): defaults were taken, because the GPU is not attached"
 )
+_LIBRARY_MATMULS = (
+    "matmuls: all of the library, as XLA finds no tiling for one of them without the GPU"
+)
 _VMEM = (
     "buffers on the chip (VMEM) are neither in temp_bytes nor in the traffic; "
     "copies into it count as if nothing ran beside them"
@@ -170,9 +173,12 @@ class TracedStep:
             CompileError: the compiler fails, or does not say what it made.
         """
         start = time.perf_counter()
-        compiled = compile_for(self._lowered, self._target, self._options)
+        compiled, options = compile_for(self._lowered, self._target, self._options)
         seconds = self.seconds + time.perf_counter() - start
-        return _report(compiled, self._target, self._options, seconds, self._notes), compiled
+        notes = self._notes
+        if options.keys() - self._options.keys():
+            notes += (_LIBRARY_MATMULS,)
+        return _report(compiled, self._target, options, seconds, notes), compiled
 
     def refused(self, error: DeviceMemoryError) -> CompileReport:
         """Returns what is known of a program that the compiler refused to make: its memory, and no kernels."""

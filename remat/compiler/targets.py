@@ -257,17 +257,27 @@ _TOO_LARGE = re.compile(
 )
 
 
+# What XLA:GPU says where Triton has no tiling for a matmul. With a GPU tuning passes such a matmul on to cuBLAS;
+# without one XLA 0.10.2 fails. (With 0.12 it was not seen to.)
+_NO_TILING = "Couldn't find output tile sizes"
+_TRITON_MATMULS = "xla_gpu_enable_triton_gemm"
+
+
 def compile_for(
     lowered: jax.stages.Lowered, target: Target, options: Mapping[str, Any]
-) -> jax.stages.Compiled:
-    """Compiles what was lowered for a target, with options for XLA.
+) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """Compiles what was lowered for a target, with options for XLA; returns with which.
+
+    For a GPU that is not there, a program with a matmul that XLA finds no tiling for is compiled again, with all
+    matmuls of the library.
 
     Raises:
         DeviceMemoryError: XLA:TPU makes no program of what is larger than the chip's memory.
         CompileError: the compiler fails.
     """
+    used = dict(options)
     try:
-        return lowered.compile(compiler_options=dict(options) or None)
+        return lowered.compile(compiler_options=used or None), used
     except jax.errors.JaxRuntimeError as error:
         if needed := _TOO_LARGE.search(str(error)):
             raise DeviceMemoryError(
@@ -276,9 +286,11 @@ def compile_for(
                 "remat.fit find out how",
                 round(float(needed[1]) * 2**30),
             ) from error
+        has_no_tiling = _NO_TILING in str(error) and _TRITON_MATMULS not in used
+        if target.platform == "cuda" and not target.is_attached and has_no_tiling:
+            return compile_for(lowered, target, {**used, _TRITON_MATMULS: False})
         raise CompileError(
-            f"XLA could not compile for {target.name!r} with compiler_options={dict(options)}: "
-            f"{error}"
+            f"XLA could not compile for {target.name!r} with compiler_options={used}: {error}"
         ) from error
 
 
