@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Op
-from remat.plans.liveness import read_before_made, reads_and_writes
+from remat.plans.liveness import Needed, read_before_made, reads_and_writes
 from remat.plans.stages import (
     DRAWN_DEPTH,
     FUSED_REDO_LIMIT,
@@ -160,7 +160,10 @@ class _Backward:
         self.stages = Stages(graph, saved, barriers, order, tie_sums)
         self.ordered = self.stages.ordered
         self.explicit = self.stages.explicit
-        self.behind_forward = _behind_forward(graph)
+        self.awaited: set[int] = set()  # forward operators that what has run needs done
+        self.sharing: dict[
+            int, list[int]
+        ] = {}  # by value, forward matmuls of it that need not be done
         self.ready: set[int] = set()  # forward values that are there
         self.lasting = set(self.fixed)  # what is never forgotten
         self.fresh: set[int] = set()  # made again in the last stage
@@ -178,8 +181,11 @@ class _Backward:
             else:
                 self._forget(REDO_LIMIT if heavy else FUSED_REDO_LIMIT)
             body = self._stage(stage.ops, last=stage is stages[-1])
+            needed = read_before_made(self.graph, body)
+            self._await(v for v in needed.encoded if v in self.saved)
             if stage.point is not None:
-                self._barrier(stage.point, body)
+                self._barrier(stage.point, body, needed)
+            self._await(v for v in needed.raw if v in self.saved)
             self.steps += body
         return self.steps
 
@@ -236,13 +242,13 @@ class _Backward:
     def _encoded(self, value: int) -> bool:
         return value not in self.sources and form_of(self.graph.values[value]) != "raw"
 
-    def _barrier(self, point: StagePoint, body: list[Step]) -> None:
+    def _barrier(self, point: StagePoint, body: list[Step], needed: Needed) -> None:
         """Puts a barrier before a stage that recomputes something.
 
         Tied are the kept values that recomputation reads, and any argument that alone feeds a
-        recomputed operator: everything recomputed then depends on the cotangent. Where that is given and needs
-        nothing of the forward pass (a loss has one that is one), so are all operands of matmuls: XLA makes one of
-        two that share an operand and do not need each other, and both results would be there till the end.
+        recomputed operator: everything recomputed then depends on the cotangent. So are all operands of a matmul
+        that may run before another of one of them: XLA makes one of two that share an operand and do not need each
+        other, and both results would be there till the end.
         """
         graph, forward = self.graph, self.graph.forward_values
         again = [
@@ -250,7 +256,6 @@ class _Backward:
             for step in body
             if step.action == "compute" and graph.ops[step.target].phase == "forward"
         ]
-        needed = read_before_made(graph, body)
         there = frozenset(needed.raw)
         if not again and not needed.encoded:
             return
@@ -259,11 +264,11 @@ class _Backward:
         for op in again:
             kept = (v for v in op.inputs if v in held and v not in self.sources)
             tied.update(v for v in kept if v in there)
+        self._await(v for v in tied if v in self.saved)
         tainted = set(tied)
-        first = self.behind_forward.isdisjoint(point.frontier)
         for op in again:
             reads = [v for v in op.inputs if forward[v] and v not in graph.constants]
-            if (first and op.contracts) or not any(v in tainted for v in reads):
+            if self._may_be_merged(op) or not any(v in tainted for v in reads):
                 tied.update(v for v in reads if v in there)
             if reads:
                 tainted.update(op.outputs)
@@ -271,6 +276,30 @@ class _Backward:
             tied |= self._late()
             self.since = len(self.steps)
             self.steps.append(Step("barrier", values=(*sorted(tied), *point.frontier)))
+
+    def _await(self, values: Iterable[int]) -> None:
+        """Notes that what runs from now on needs kept values, and so what makes them."""
+        todo = list(values)
+        while todo:
+            producer = self.graph.values[todo.pop()].producer
+            if producer is not None and producer not in self.awaited:
+                self.awaited.add(producer)
+                todo += self.graph.ops[producer].inputs
+
+    def _may_be_merged(self, op: Op) -> bool:
+        """Whether a matmul shares an operand with one of the forward pass that it does not wait for."""
+        if not op.contracts:
+            return False
+        for value in op.inputs:
+            if value not in self.sharing:
+                users = (self.graph.ops[user] for user in self.graph.users[value])
+                found = [u.id for u in users if u.contracts and u.phase == "forward"]
+                self.sharing[value] = found
+            left = [user for user in self.sharing[value] if user not in self.awaited]
+            self.sharing[value] = left
+            if left:
+                return True
+        return False
 
     def _late(self) -> set[int]:
         """Gradients since the last barrier that XLA might leave for later; tied, they are not.
@@ -295,16 +324,6 @@ class _Backward:
             return False
         read = sum(values[v].nbytes for v in {*op.inputs} - self.graph.sources)
         return read >= values[gradient].nbytes
-
-
-def _behind_forward(graph: Graph) -> set[int]:
-    """Returns the backward values that need a result of a forward operator."""
-    forward, sources = graph.forward_values, graph.sources
-    found: set[int] = set()
-    for op in graph.backward_ops():
-        if any(v in found or (forward[v] and v not in sources) for v in op.inputs):
-            found.update(op.outputs)
-    return found
 
 
 def _with_sums_tied(graph: Graph, backward: list[Step]) -> list[Step]:

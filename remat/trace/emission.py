@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from remat.core.avals import aval_bytes
 from remat.core.kernel_work import cycles_named
 
-__all__ = ["CONVOLUTION", "Traits", "reduction_blocks", "traits_of", "workspace_bytes"]
+__all__ = ["CONVOLUTION", "Traits", "reduction_blocks", "sums_one", "traits_of", "workspace_bytes"]
 
 CONVOLUTION = "conv_general_dilated"
 
@@ -67,6 +67,21 @@ def _of_pool_gradient(eqn: Any) -> Traits:
 
 def _of_convolution(eqn: Any) -> Traits:
     return {"swapped": _is_swapped(eqn)}
+
+
+def sums_one(padding: Any, pool: Any) -> bool:
+    """Whether every window of a pool has one element of what was padded, at most: the gradient of a mean pool.
+
+    XLA makes one operator of both, which it merges as one whose windows do not overlap.
+
+    Args:
+        padding: the equation of a `pad`.
+        pool: the equation that reads it.
+    """
+    sizes = pool.params["window_dimensions"]
+    gaps = [between for _, _, between in padding.params["padding_config"]]
+    dilated = any(step != 1 for step in pool.params["window_dilation"])
+    return not dilated and all(size <= gap + 1 for size, gap in zip(sizes, gaps, strict=True))
 
 
 def _of_concatenation(eqn: Any) -> Traits:

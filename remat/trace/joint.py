@@ -23,7 +23,7 @@ from remat.core.graph import Graph, Op, Value
 from remat.core.primitives import OpClass
 from remat.trace.classify import classify_equation
 from remat.trace.decisions import compare_operands, decide
-from remat.trace.emission import CONVOLUTION, traits_of, workspace_bytes
+from remat.trace.emission import CONVOLUTION, sums_one, traits_of, workspace_bytes
 from remat.trace.instances import Instances, with_single_instances
 from remat.trace.program import (
     LOOP_SCOPE,
@@ -273,6 +273,11 @@ def _graph_of(
             is_reversed = source is not None and ops[source].name == "rev"
             room = workspace_bytes(equation.source, op.swapped, is_reversed)
             op = replace(op, workspace_bytes=room)
+        if op.name == "reduce_window_sum" and not op.fusible:
+            padding = producer.get(op.inputs[0])
+            if padding is not None and ops[padding].name == "pad":
+                apart = sums_one(program.equations[padding].source, equation.source)
+                op = replace(op, fusible=apart)
         ops.append(op)
     values = [
         _value_of(
