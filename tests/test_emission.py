@@ -126,3 +126,24 @@ def test_a_matmul_tells_what_it_sums_over() -> None:
     args = [jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)] * 2
     graph = remat.plan(loss, *args, remat_policy=Unchanged()).graph
     assert op_named(graph, "dot_general").contracts == ((2,), (2,), (0,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "is_apart"), [(2, 2, True), (2, 3, True), (3, 2, False), (3, 1, False)]
+)
+def test_the_gradient_of_a_mean_pool_fuses_unless_windows_overlap(
+    window: int, stride: int, is_apart: bool
+) -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        sums = jax.lax.reduce_window(
+            jnp.sin(x), 0.0, jax.lax.add, (1, window, 1), (1, stride, 1), "VALID"
+        )
+        return jnp.sum(jnp.cos(sums))
+
+    x = jax.ShapeDtypeStruct((64, 36, 128), jnp.float32)
+    graph = remat.plan(loss, x, remat_policy=Unchanged()).graph
+    forward, backward = (op for op in graph.ops if op.name == "reduce_window_sum")
+    assert (forward.phase, backward.phase) == ("forward", "backward")
+    assert forward.fusible is backward.fusible is is_apart
+    (padding,) = (graph.values[v] for v in backward.inputs)
+    assert (buffers(graph)[padding.id] == 0) is is_apart
