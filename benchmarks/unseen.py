@@ -2,14 +2,14 @@
 
     python -m benchmarks.unseen [NAME ...] [--group validation] [--device h200] [--json FILE] [--check]
 
-Every network of `models/validation` (or of another package of `models` with `NETWORKS`) without
-rematerialization, under the default policy and `full`, and by `ilp` within 0.7, 0.5 and 0.3 of what the compiled
-program takes without. Compiled is the gradient; within a budget the loss with its gradient, too, as it is trained,
-and the larger counts. Budgets are confirmed by the compiler, so each is met or refused; what is printed says which,
-how far predictions were off, how much of a budget is used, and whether less memory was ever faster by roofline. A row
-is written to `--json` when it is there, and rows that the file has are not made again. A network whose plain program
-the compiler itself fails for has one row, which says so. `--check` exits with 1 unless nine of ten predictions are
-within 10 %, none is off by more than 25 %, and no program exceeds its budget.
+Every network of `models/validation` (or of another package of `models` with `NETWORKS`) without rematerialization,
+under the default policy and `full`, and by `ilp` within 0.7, 0.5 and 0.3 of what the compiled program takes
+without. Compiled is the gradient; within a budget the loss with its gradient, too, as it is trained, and the
+larger counts. Budgets are confirmed by the compiler, so each is met or refused; what is printed says which, how
+far predictions were off, how much of a budget is used, and whether less memory was ever faster by roofline. A row
+is written to `--json` when it is there, and rows that the file has are not made again. A network whose plain
+program the compiler itself fails for has one row, which says so. `--check` exits with 1 unless nine of ten
+predictions are within 10 %, none is off by more than 25 %, and no program exceeds its budget.
 """
 
 from __future__ import annotations
