@@ -29,7 +29,9 @@ def mark_row_kernels(execution: Execution, fusion: Fusion, kernels: Sequence[Ker
         if closed:
             own = {n for n in kernel.reads & diamonds.rows.keys() if readers[n] == 1}
             own.update(diamonds.closed[n] for n in closed)
-            kernel.rows = kernel.reads & set[int]().union(*(made[n].reads for n in own))
+            kernel.rows = kernel.reads & set[int]().union(
+                *(made[n].reads for n in own if n in made)
+            )
 
 
 class _Diamonds:
@@ -67,7 +69,8 @@ class _Diamonds:
             if node.name != "broadcast_in_dim" and not self._is_pointwise(node):
                 return []
             if len(self._arrays(node)) > 1:
-                ends = self._elements(node.outs[0]) == elements and node.ins[1] == numbers[-1]
+                joins = len(node.ins) == 2 and node.ins[1] == numbers[-1]
+                ends = joins and self._elements(node.outs[0]) == elements
                 return numbers if ends and self._is_made_of_one(node, reduction) else []
             numbers.append(node.outs[0])
         return []

@@ -161,9 +161,7 @@ class _Backward:
         self.ordered = self.stages.ordered
         self.explicit = self.stages.explicit
         self.awaited: set[int] = set()  # forward operators that what has run needs done
-        self.sharing: dict[
-            int, list[int]
-        ] = {}  # by value, forward matmuls of it that need not be done
+        self.sharing: dict[int, list[int]] = {}  # by value, forward matmuls of it that are not
         self.ready: set[int] = set()  # forward values that are there
         self.lasting = set(self.fixed)  # what is never forgotten
         self.fresh: set[int] = set()  # made again in the last stage
