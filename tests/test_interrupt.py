@@ -28,6 +28,8 @@ from remat.core.interrupt import (
     solver_says,
 )
 from remat.policies import Ilp, Monet
+from remat.policies.solvers.search import is_compilable
+from remat.policies.solvers.search_walk import compile_kernel
 
 DEEP, ROWS, WIDTH = 10, 64, 32
 BUDGET = 0.5
@@ -39,6 +41,13 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_search() -> None:
+    """Searches are left out where numba has not compiled them yet and the time is short, on a busy machine say."""
+    if is_compilable():
+        compile_kernel()
 
 
 def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
