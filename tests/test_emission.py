@@ -147,3 +147,19 @@ def test_the_gradient_of_a_mean_pool_fuses_unless_windows_overlap(
     assert forward.fusible is backward.fusible is is_apart
     (padding,) = (graph.values[v] for v in backward.inputs)
     assert (buffers(graph)[padding.id] == 0) is is_apart
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((0, 64), (0,)),
+        ((64, 0), (1,)),
+        ((64, 0), (0,)),
+        ((0,), (0,)),
+        ((128, 0, 128), (1,)),
+        ((128, 0, 128), (1, 2)),
+    ],
+)
+def test_a_reduction_of_nothing_is_planned(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    _, op = reduction(shape, axes)
+    assert (op.axes, op.blocks, op.elemental) == (axes, 0, False)

@@ -111,6 +111,8 @@ def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     the reduction in two first. Over axes of size one it is a reshape.
     """
     sizes, reduced, kept = _without_ones(shape, axes)
+    if not math.prod(sizes):
+        return False
     if not any(reduced):
         return True
     if not any(kept) or not (_is_together(reduced) or _is_together(kept)):
