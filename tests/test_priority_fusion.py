@@ -8,14 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_graphs import laws
 
+import remat
 from remat.core.kernel_work import CYCLE_BYTES, CYCLES
 from remat.core.priority_fusion import (
     LAUNCH_BYTES,
@@ -123,7 +126,6 @@ def program_of(steps: Sequence[Step]) -> tuple[Program, list[bool]]:
             CYCLES.get(step.name, 3) * size * CYCLE_BYTES
             for step, size in zip(steps, walked, strict=True)
         ],
-        splits=[step.axis is not None for step in steps],
         moves=[step.name == "broadcast_in_dim" or step.axis is not None for step in steps],
         blocks=[
             0 if step.axis is None else reduction_blocks(MATRIX, (step.axis,), 4) for step in steps
@@ -204,21 +206,41 @@ def test_a_row_that_is_dear_is_not_made_for_every_element() -> None:
 
 @pytest.mark.parametrize(("neighbours", "merged"), [(4, True), (16, False)])
 def test_kernels_do_not_grow_without_end(neighbours: int, merged: bool) -> None:
-    """What splits code and is wanted at many places would make a kernel too large."""
+    """Much that is wanted at many places would make a kernel too large, whatever it costs to compute."""
+    made = 1000
     steps = (
-        Step("neg", (0,)),
-        *(Step("broadcast_in_dim", (2,)) for _ in range(neighbours)),
-        Step("add", tuple(range(3, 3 + neighbours))),
+        *(Step("neg", (0 if number == 0 else number + 1,)) for number in range(made)),
+        *(Step("broadcast_in_dim", (made + 1,)) for _ in range(neighbours)),
+        Step("add", tuple(range(made + 2, made + 2 + neighbours))),
     )
     program, ends = program_of(steps)
-    splitting = Program(
-        **{
-            **{name: getattr(program, name) for name in program.__dataclass_fields__},
-            "splits": [True] + [False] * (len(steps) - 1),
-            "part": lambda _value, _reader: 1.0,
-        }
-    )
-    assert written(splitting, [True] * len(steps), ends)[0] != merged
+    free = replace(program, work=[0.0] * len(steps), part=lambda _value, _reader: 1.0)
+    in_memory = written(free, [True] * len(steps), ends)
+    assert any(in_memory[:made]) != merged
+    assert in_memory[-1]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("count", [4, 24])
+def test_branches_do_not_split_a_kernel(count: int) -> None:
+    """Nor do the emitters of XLA's GPU compiler make code anew behind every branch, as they once did."""
+
+    def of_pads(parts: Sequence[jax.Array]) -> jax.Array:
+        rows = [(n * 64, (count - 1 - n) * 64) for n in range(count)]
+        padded = [jnp.pad(2 * x, (r, (0, 0))) for x, r in zip(parts, rows, strict=True)]
+        return sum(padded[1:], padded[0])
+
+    def of_joins(parts: Sequence[jax.Array]) -> jax.Array:
+        x = parts[0]
+        for part in parts[1:]:
+            x = jnp.concatenate([x[3:] * 1.5, part[:3]])
+        return x
+
+    parts = [jax.ShapeDtypeStruct((64, 4096), jnp.float32)] * count
+    for made in (of_pads, of_joins):
+        report = remat.compile_report(made, parts, device="h200")
+        assert len(report.kernels) == 1
+        assert report.temp_bytes == 0
 
 
 # --- counted anew

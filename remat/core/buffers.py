@@ -32,7 +32,7 @@ from collections.abc import Collection, Container, Iterable
 from typing import Protocol
 
 from remat.core.graph import Graph, Op
-from remat.core.kernel_work import CYCLE_BYTES, cycles_of, splits_code, times_read
+from remat.core.kernel_work import CYCLE_BYTES, cycles_of, times_read
 from remat.core.primitives import SCATTERS
 from remat.core.priority_fusion import Program, written
 
@@ -188,7 +188,6 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
         readers=readers,
         nbytes=[value.nbytes for value in values],
         work=list(map(work, ops)),
-        splits=list(map(splits_code, ops)),
         moves=[op.kind != "POINTWISE" for op in ops],
         blocks=[op.blocks for op in ops],
         part=part,

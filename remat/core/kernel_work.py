@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from remat.core.graph import Op
 
-__all__ = ["CYCLES", "CYCLE_BYTES", "cycles_named", "cycles_of", "splits_code", "times_read"]
+__all__ = ["CYCLES", "CYCLE_BYTES", "cycles_named", "cycles_of", "times_read"]
 
 # Clock cycles per element, from what XLA measured on an H100 (`hlo_op_profiles_data.h`, sm_90, float32) and uses
 # for all of its generation; the same was read off the times that it writes down (`priority_fusion_dump`). Operators
@@ -47,7 +47,6 @@ _RANDOM_CYCLES = 120 * _CYCLES
 # programs are predicted as for an H200 whatever they are compiled for.
 CYCLE_BYTES = 4.8e12 / (132 * 128 * 2 * 1.98e9)
 
-_SPLITS = frozenset({"concatenate", "pad", "dynamic_update_slice"})
 # Operators that read of their first operand no more than their result has, and those that read it repeatedly.
 _PARTS = frozenset({"slice", "split", "dynamic_slice", "unstack"})
 _COPIES = frozenset({"broadcast_in_dim", "gather"})
@@ -63,14 +62,6 @@ def cycles_of(op: Op) -> int:
     if op.random and op.kind == "RANDOM":
         return _RANDOM_CYCLES
     return op.cycles or cycles_named(op.name)
-
-
-def splits_code(op: Op) -> bool:
-    """Whether XLA begins a branch or a loop for an operator, after which nothing made before is there.
-
-    It is `ElementalIrEmitter::OpInvalidatesCache`.
-    """
-    return op.name in _SPLITS or op.kind == "REDUCTION"
 
 
 def times_read(op: Op, size: int, made: int, *, first: bool) -> float:

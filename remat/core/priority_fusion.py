@@ -30,7 +30,7 @@ _CACHES = ((2048 * 132, 20.0), (50 * 2**20, 2.5))
 _PROCESSORS = 132
 # What a block of threads moves while the device moves a byte: 32 bytes in a clock cycle (`AdjustBandwidth`).
 _BLOCK_RATE = 32 * 1.98e9 / 4.8e12
-MOST_SPLITS, MOST_INSTRUCTIONS, MOST_ARRAYS = 10, 10_000, 96
+MOST_INSTRUCTIONS, MOST_ARRAYS = 10_000, 96
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Program:
         readers: by value, the operators that may make it themselves; all of those that run.
         nbytes: by value, its size.
         work: by operator, its arithmetic, in bytes that could be moved meanwhile.
-        splits: by operator, whether it begins a branch or a loop, see `remat.core.kernel_work`.
         moves: by operator, whether it reads other elements than it makes.
         blocks: by operator, the blocks of threads of a kernel that ends with it; 0 for enough.
         part: how often a reader takes a value's elements: less than once if it takes a part of them.
@@ -54,7 +53,6 @@ class Program:
     readers: Sequence[Sequence[int]]
     nbytes: Sequence[int]
     work: Sequence[float]
-    splits: Sequence[bool]
     moves: Sequence[bool]
     blocks: Sequence[int]
     part: Callable[[int, int], float]
@@ -86,20 +84,19 @@ class _Kernel:
     """Operators that are one kernel, known by the last of them.
 
     Attributes:
-        work: arithmetic, `moved`: bytes read and written, `splits`, `instructions`: size of its code.
+        work: arithmetic, `moved`: bytes read and written, `instructions`: size of its code.
         blocks: of threads, 0 for enough: few neither compute nor read as fast as the device.
         reads: by value, the places at which it is read; `cost`: what reading it takes.
         places: by place, how often elements are computed there, and how often code is emitted. The kernel's own
             elements are the place -1; what moves elements reads a value at a place of the value's number.
     """
 
-    __slots__ = ("blocks", "cost", "instructions", "moved", "places", "reads", "splits", "work")
+    __slots__ = ("blocks", "cost", "instructions", "moved", "places", "reads", "work")
 
-    def __init__(self, work: float, moved: float, splits: int, blocks: int) -> None:
+    def __init__(self, work: float, moved: float, blocks: int) -> None:
         self.blocks = blocks
         self.work = work
         self.moved = moved
-        self.splits = splits
         self.instructions = 1
         self.reads: dict[int, frozenset[int]] = {}
         self.cost: dict[int, float] = {}
@@ -152,7 +149,6 @@ class _Queue:
         kernel = _Kernel(
             program.work[number],
             float(sum(program.nbytes[out] for out in program.outs[number])),
-            int(program.splits[number]),
             program.blocks[number],
         )
         for value in program.ins[number]:
@@ -239,11 +235,9 @@ class _Queue:
         """Arithmetic and traffic of a kernel that takes another in, and what reading each of its operands takes."""
         at, places = consumer.places, producer.places
         taken, times, emitted = self._wanted(number, consumer)
-        splits = consumer.splits + emitted * producer.splits
         instructions = consumer.instructions + emitted * producer.instructions
-        if splits > MOST_SPLITS or instructions << splits > MOST_INSTRUCTIONS:
-            return None
-        if len(consumer.reads) + len(producer.reads) > MOST_ARRAYS:
+        arrays = len(consumer.reads) + len(producer.reads)
+        if instructions > MOST_INSTRUCTIONS or arrays > MOST_ARRAYS:
             return None
         moved = consumer.moved
         for out in self.program.outs[number]:
@@ -289,7 +283,6 @@ class _Queue:
         assert found is not None
         consumer.work, consumer.moved, cost = found
         taken, times, emitted = self._wanted(number, consumer)
-        consumer.splits += emitted * producer.splits
         consumer.instructions += emitted * producer.instructions
         for out in self.program.outs[number]:
             consumer.reads.pop(out, None)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from remat.core.buffers import is_written, makes_operands
-from remat.core.kernel_work import CYCLE_BYTES, splits_code, times_read
+from remat.core.kernel_work import CYCLE_BYTES, times_read
 from remat.core.priority_fusion import Program, written
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.tables import OF_SEVERAL
@@ -170,10 +170,6 @@ class Fusion:
             readers=readers,
             nbytes=[instance.nbytes for instance in instances],
             work=[node.cycles * self.size(n) * CYCLE_BYTES for n, node in enumerate(nodes)],
-            splits=[
-                splits_code(node.op) if node.op is not None else node.kind == "pad"
-                for node in nodes
-            ],
             moves=[node.op is None or node.op.kind != "POINTWISE" for node in nodes],
             blocks=[node.op.blocks if node.op is not None else 0 for node in nodes],
             part=self._part,

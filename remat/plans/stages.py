@@ -10,6 +10,7 @@ import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from remat.core.buffers import makes_operands
 from remat.core.graph import Graph, Op
 
 __all__ = [
@@ -138,8 +139,15 @@ def stage_points(graph: Graph, *, tie_sums: bool = False) -> list[StagePoint]:
 
 def _worth_tying(graph: Graph, op: Op, value: int) -> bool:
     """Whether a cotangent becomes a buffer anyway, so that a barrier on it costs no fusion."""
+    return op.id == graph.users[value][0] and _is_buffer_anyway(graph, value)
+
+
+def _is_buffer_anyway(graph: Graph, value: int) -> bool:
+    """Whether a backward value is written to memory without a barrier, too: several read it, or what fuses not."""
     users = [graph.ops[user] for user in graph.users[value]]
-    return op.id == users[0].id and (len(users) > 1 or not users[0].fusible)
+    return len(users) > 1 or any(
+        not (user.fusible or makes_operands(user, first=user.inputs[0] == value)) for user in users
+    )
 
 
 class Stages:
@@ -385,8 +393,7 @@ class _Alive:
             if value in besides:
                 continue
             youngest = value if youngest is None else youngest
-            users = self.graph.users[value]
-            if len(users) > 1 or any(not self.graph.ops[u].fusible for u in users):
+            if _is_buffer_anyway(self.graph, value):
                 return value
         return youngest
 
