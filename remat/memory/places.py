@@ -97,15 +97,17 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
             copied[index] = copied.get(index, (first, i))[0], i
     written = {instances[index].root for index in execution.results}
     sliced: list[Range] = []
+    cut_out = _cut_out(execution, order)
     for i, kernel in enumerate(order):
-        # Its results are slices of one buffer; what the program returns is copied out of it.
+        # Its results are slices of one buffer; what the program returns, or is read whole, is copied out of it.
         if kernel.is_joined:
-            till = max(end[out] for out in kernel.writes)
-            end.update(dict.fromkeys(kernel.writes, till))
+            till = max((end[out] for out in kernel.writes if out not in cut_out), default=i)
             sliced += [
-                Range(out, instances[out].nbytes, i, till, True)
-                for out in written.intersection(kernel.writes)
+                Range(out, instances[out].nbytes, i, end[out] if out in cut_out else till, True)
+                for out in kernel.writes
+                if out in written or out in cut_out
             ]
+            end.update(dict.fromkeys(kernel.writes, till))
     last = len(order) - 1
     over = written_over(execution, order, written)
     own = {execution.nodes[node].outs[0]: target for node, target in over.items()}
@@ -129,6 +131,21 @@ def lay_out(execution: Execution, order: list[Kernel], moved: Mapping[int, int])
     kept = (written - execution.copied).union(own.values())
     ranges = [r for r in ranges if r.nbytes and r.index not in kept]
     return Layout(order, ranges + sliced, results)
+
+
+def _cut_out(execution: Execution, order: Sequence[Kernel]) -> set[int]:
+    """The parts of matmuls' common results that XLA copies at once: those that a kernel does not slice as it reads.
+
+    A matmul takes no slice in that is smaller than what it is cut out of (`IsInputWorthFusing` of `gemm_fusion`).
+    """
+    nodes = execution.nodes
+    parts = {out for kernel in order if kernel.is_joined for out in kernel.writes}
+    return {
+        root
+        for kernel in order
+        for root in kernel.reads & parts
+        if not (nodes[kernel.node].fusible or nodes[kernel.node].name in SCATTERS)
+    }
 
 
 def held_bytes(layout: Layout) -> int:
