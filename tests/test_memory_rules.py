@@ -15,7 +15,7 @@ import remat
 from remat.core.graph import Graph
 from remat.memory.predict import predict
 from remat.memory.splits import padded_count, parts_of
-from remat.policies import Unchanged
+from remat.policies import MinCut, Unchanged
 
 BIG = (1024, 1024)
 BIG_BYTES = 4 * 1024 * 1024
@@ -154,8 +154,8 @@ def recommender_of_one_table(bags: int) -> tuple[Any, tuple[Any, ...]]:
     return loss, (params, shape(batch, 16), shape(batch, fields, bags, dtype="int32"), shape(batch))
 
 
-@pytest.mark.parametrize("policy", ["min_cut", "full"])
-def test_the_default_takes_no_more_than_plain_differentiation_for_tables(policy: str) -> None:
+@pytest.mark.parametrize("policy", [MinCut(memory_weight=1.25), "full"])
+def test_barriers_do_not_write_what_tables_add_up(policy: MinCut | str) -> None:
     """What the tables' scatters add up they make themselves: a barrier does not write it, four rows for one."""
     loss, args = recommender_of_one_table(4)
     plain = remat.plan(loss, *args, remat_policy=Unchanged())
@@ -166,6 +166,22 @@ def test_the_default_takes_no_more_than_plain_differentiation_for_tables(policy:
     assert spread
     assert barriers
     assert not any(spread & set(step.values) for step in barriers)
+
+
+def adapters() -> tuple[Any, tuple[Any, ...]]:
+    """Weights that are not trained with low-rank ones that are (Hu et al. 2022): both multiply one array."""
+    width, rank, count = 512, 16, 3
+
+    def loss(trained: Any, fixed: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        for (a, b, c, d), (up, down) in zip(trained, fixed, strict=True):
+            hidden = jax.nn.gelu(x @ up + (x @ a) @ b)
+            x = x + hidden @ down + (hidden @ c) @ d
+        return jnp.mean((x - y) ** 2)
+
+    inner = 4 * width
+    trained = [(shape(width, rank), shape(rank, inner), shape(inner, rank), shape(rank, width))]
+    fixed = [(shape(width, inner), shape(inner, width))]
+    return loss, (trained * count, fixed * count, shape(4096, width), shape(4096, width))
 
 
 def attention() -> tuple[Any, tuple[Any, ...]]:
@@ -198,10 +214,22 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         attention,
         pytest.param(lambda: recommender(6, 2), marks=NOT_SINCE_0_12),
         pytest.param(lambda: recommender(12, 1), marks=NOT_SINCE_0_12),
+        adapters,
         lambda: recommender_of_one_table(1),
         lambda: recommender_of_one_table(4),
     ],
-    ids=["relu", "relu6", "leaky", "odd", "attention", "few_tables", "tables", "one", "bags"],
+    ids=[
+        "relu",
+        "relu6",
+        "leaky",
+        "odd",
+        "attention",
+        "few_tables",
+        "tables",
+        "adapters",
+        "one",
+        "bags",
+    ],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
     loss, args = build()
