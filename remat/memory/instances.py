@@ -362,7 +362,7 @@ class Builder:
                 found.append(index)
                 continue
             whole = graph.values[value].shape
-            pieces = [graph.values[v].shape for v in node.op.inputs]
+            pieces = [graph.values[v].shape for v in graph.ops[producer].inputs]
             axes = [axis for axis, size in enumerate(whole) if any(p[axis] != size for p in pieces)]
             suits = len(axes) == 1 and axes[0] not in summed and len(pieces) <= MOST_PIECES
             if suits and not any(piece[axes[0]] % PIECE for piece in pieces):
