@@ -80,11 +80,6 @@ class Policy(ABC):
     def decide(self, graph: Graph) -> Decision:
         """Returns which forward values of `graph` to keep for its backward pass."""
 
-    @property
-    def gives_way(self) -> bool:
-        """Whether a program stays as it is if the plan is predicted to take as much memory and to move as much."""
-        return False
-
     def sites(self, menu: Alternatives, budget_bytes: int | None) -> frozenset[str]:
         """Returns the sites at which the graph is rewritten before it is planned: those of `implementations`.
 

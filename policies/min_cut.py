@@ -26,10 +26,7 @@ Departures from the paper:
 6. `heavy="roofline"` prices a compute-bound operator at its flops times the device's bytes per flop instead of
    banning it. Attention scores are then recomputed, large matmuls are kept.
 
-7. Where `memory_weight` is not given, a loss whose plan is predicted to take as much memory as without
-   rematerialization, and to move as much, stays as it is.
-
-`MinCut.paper()` is the paper's algorithm without 4, 5 and 7. Section 3.7 (cuts between two fusion groups) is left out:
+`MinCut.paper()` is the paper's algorithm without 4 and 5. Section 3.7 (cuts between two fusion groups) is left out:
 XLA forms its own groups, and `benchmarks.between_kernels` measures what such cuts could save of its kernels.
 """
 
@@ -70,11 +67,6 @@ class MinCut(Policy):
     device: str = "h200"
     implementations: Implementations = "exact"
     name: ClassVar[str] = "min_cut"
-
-    @property
-    def gives_way(self) -> bool:
-        """If nobody says what memory is worth: then a plan is for programs that are better with it."""
-        return self.memory_weight is None
 
     def __post_init__(self) -> None:
         weight = 0 if self.memory_weight is None else number_or_nan(self.memory_weight)

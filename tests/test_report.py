@@ -23,7 +23,6 @@ from remat.plans.report import (
     short_source,
     table,
 )
-from remat.policies import MinCut
 
 
 def f32(*dims: int) -> jax.ShapeDtypeStruct:
@@ -110,8 +109,7 @@ def test_report_names_policy_status_and_totals() -> None:
 
 def test_heuristic_and_feasible_plans_say_so() -> None:
     assert "heuristic, no bound" in describe(plan_of_layers("full"))
-    cut = MinCut(memory_weight=1.25)
-    proof = remat.plan(layers, [f32(8, 8)], f32(4, 8), remat_policy=cut).certificate
+    proof = remat.plan(layers, [f32(8, 8)], f32(4, 8)).certificate
     assert proof is not None
     proof = dataclasses.replace(proof, value=100, bound=98)
     plan = dataclasses.replace(plan_of_layers(), status="feasible", certificate=proof)
@@ -180,8 +178,7 @@ def with_a_branch(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def test_opaque_operators_are_never_left_out() -> None:
-    cut = MinCut(memory_weight=1.25)
-    plan = remat.plan(with_a_branch, f32(8, 8), f32(8, 8), remat_policy=cut)
+    plan = remat.plan(with_a_branch, f32(8, 8), f32(8, 8))
     assert plan.opaque
     text = describe(plan, top=1)
     opaque = " ".join(text[text.index("Opaque operators") :].split())

@@ -78,9 +78,9 @@ class PolicyPlanner(SteadyPlanner):
         return self.budget is not None
 
     def begin(self) -> PolicyPlanner | BudgetSession | CheckedSession:
-        """Returns a new session if there is a budget, or the policy may give way to the program as it is."""
+        """Returns a new session if there is a budget."""
         if self.budget is None:
-            return CheckedSession(self, self.policy, None) if self.policy.gives_way else self
+            return self
         if isinstance(self.policy, BudgetPolicy):
             return BudgetSession(self.policy, self.budget, self.margin, self.nearest)
         return CheckedSession(replace(self, budget=None), self.policy, self.budget)

@@ -170,18 +170,16 @@ class UnchangedPlanner(SteadyPlanner):
 class CheckedSession(SteadyPlanner):
     """Plans as a planner that knows of no budget, and checks what comes out.
 
-    Where that is above the limit, or of no use to a policy that gives way, the program as it is takes its place if
-    it fits.
+    Where that is above the limit, the program as it is takes its place if it fits.
 
     Args:
         inner: plans without a limit.
         policy: what it plans with.
-        limit: bytes, or a fraction of the peak without rematerialization; None for no limit.
+        limit: bytes, or a fraction of the peak without rematerialization.
     """
 
-    def __init__(self, inner: Planner, policy: Policy, limit: Limit | None) -> None:
+    def __init__(self, inner: Planner, policy: Policy, limit: Limit) -> None:
         self.inner = inner
-        self.policy = policy
         self.limit = limit
         self.plain = UnchangedPlanner(policy)
         self.made: Plan | None = None  # what the policy makes
@@ -203,11 +201,11 @@ class CheckedSession(SteadyPlanner):
         return self._planner.child(path)
 
     def again(self, plan: Plan) -> bool:
-        """Asks for the program as it is where the policy's plan does not fit, or is of no use."""
+        """Asks for the program as it is where the policy's plan does not fit."""
         if self.made is not None:
             return False
         plan = self.inner.finish(plan)
-        if self._fits(plan) and not (self.policy.gives_way and _is_useless(plan)):
+        if plan.peak_bytes <= limit_bytes(self.limit, plan.baseline_peak_bytes):
             return False
         self.made = plan
         return True
@@ -218,33 +216,7 @@ class CheckedSession(SteadyPlanner):
         Raises:
             BudgetError: neither the policy's plan nor the program as it is fits.
         """
-        if self.limit is None:
-            note = (
-                "the policy's plan is predicted to take no less memory, and to move no fewer bytes"
-            )
-            return plan if self.made is None else replace(plan, notes=(*plan.notes, note))
         budget_bytes = limit_bytes(self.limit, plan.baseline_peak_bytes)
         if plan.peak_bytes > budget_bytes and self.made is not None:
             raise too_small(min(self.made, plan, key=lambda p: p.peak_bytes), budget_bytes)
         return held(plan, self.limit)
-
-    def _fits(self, plan: Plan) -> bool:
-        return self.limit is None or plan.peak_bytes <= limit_bytes(
-            self.limit, plan.baseline_peak_bytes
-        )
-
-
-def _is_useless(plan: Plan) -> bool:
-    """Whether a loss as it is is predicted to take as little, and to move as little.
-
-    A function with other results may be a part of a larger one, in which what it keeps counts, not its own peak.
-    What moves in loops is not predicted, and a policy of jax keeps only what has a name: there plans are of use.
-    """
-    graph = plan.graph
-    is_loss = all(graph.values[v].shape == () for v in graph.cotangents)
-    if not is_loss or plan.loops or any(v.primal is not None for v in graph.values):
-        return False
-    if plan.peak_bytes < plan.baseline_peak_bytes:
-        return False
-    plain = predict(graph if graph.plain is None else graph.plain)
-    return predict(graph, plan.schedule).traffic_bytes >= plain.traffic_bytes
