@@ -215,7 +215,6 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         pytest.param(lambda: recommender(6, 2), marks=NOT_SINCE_0_12),
         pytest.param(lambda: recommender(12, 1), marks=NOT_SINCE_0_12),
         pytest.param(adapters, marks=NOT_SINCE_0_12),
-        lambda: recommender_of_one_table(1),
         lambda: recommender_of_one_table(4),
     ],
     ids=[

@@ -139,15 +139,24 @@ def stage_points(graph: Graph, *, tie_sums: bool = False) -> list[StagePoint]:
 
 def _worth_tying(graph: Graph, op: Op, value: int) -> bool:
     """Whether a cotangent becomes a buffer anyway, so that a barrier on it costs no fusion."""
-    return op.id == graph.users[value][0] and _is_buffer_anyway(graph, value)
-
-
-def _is_buffer_anyway(graph: Graph, value: int) -> bool:
-    """Whether a backward value is written to memory without a barrier, too: several read it, or what fuses not."""
     users = [graph.ops[user] for user in graph.users[value]]
-    return len(users) > 1 or any(
-        not (user.fusible or makes_operands(user, first=user.inputs[0] == value)) for user in users
+    return op.id == users[0].id and (
+        len(users) > 1 or not (users[0].fusible or _is_spread(graph, users[0], value))
     )
+
+
+def _is_spread(graph: Graph, reader: Op, value: int) -> bool:
+    """Whether a scatter makes what it adds up itself, of something smaller: as a barrier's it would be written."""
+    if not makes_operands(reader, first=reader.inputs[0] == value):
+        return False
+    source = value
+    while (producer := graph.values[source].producer) is not None:
+        op = graph.ops[producer]
+        arrays = [v for v in op.inputs if graph.values[v].shape != ()]
+        if not op.fusible or op.kind == "REDUCTION" or len(arrays) != 1:
+            break
+        source = arrays[0]
+    return graph.values[source].nbytes < graph.values[value].nbytes
 
 
 class Stages:
@@ -393,7 +402,8 @@ class _Alive:
             if value in besides:
                 continue
             youngest = value if youngest is None else youngest
-            if _is_buffer_anyway(self.graph, value):
+            users = self.graph.users[value]
+            if len(users) > 1 or any(not self.graph.ops[u].fusible for u in users):
                 return value
         return youngest
 
