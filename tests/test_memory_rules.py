@@ -226,7 +226,6 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         "few_tables",
         "tables",
         "adapters",
-        "one",
         "bags",
     ],
 )
