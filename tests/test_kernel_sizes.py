@@ -14,7 +14,7 @@ from models.cases import materialize
 from models.development import NETWORKS
 from remat.policies import Unchanged
 
-SIDE = 256  # smaller kernels have few blocks of threads, which the model counts for reductions only
+SIDE = 64
 NBYTES = 4 * SIDE * SIDE
 
 

@@ -32,7 +32,7 @@ from collections.abc import Collection, Container, Iterable
 from typing import Protocol
 
 from remat.core.graph import Graph, Op
-from remat.core.kernel_work import CYCLE_BYTES, cycles_of, times_read
+from remat.core.kernel_work import CYCLE_BYTES, blocks_of, cycles_of, times_read
 from remat.core.primitives import SCATTERS
 from remat.core.priority_fusion import Program, written
 
@@ -178,18 +178,18 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
         made = sum(sizes[out] for out in op.outputs)
         return times_read(op, sizes[value], made, first=op.inputs[0] == value)
 
-    def work(op: Op) -> float:
+    def walked(op: Op) -> int:
         around = op.inputs if ends_kernel(op) else op.outputs
-        return cycles_of(op) * max([sizes[value] for value in around], default=0) * CYCLE_BYTES
+        return max([sizes[value] for value in around], default=0)
 
     program = Program(
         outs=[op.outputs for op in ops],
         ins=[op.inputs for op in ops],
         readers=readers,
         nbytes=[value.nbytes for value in values],
-        work=list(map(work, ops)),
+        work=[cycles_of(op) * walked(op) * CYCLE_BYTES for op in ops],
         moves=[op.kind != "POINTWISE" for op in ops],
-        blocks=[op.blocks for op in ops],
+        blocks=[blocks_of(op, walked(op)) for op in ops],
         part=part,
     )
     ends = [not buffers.isdisjoint(op.outputs) for op in ops]

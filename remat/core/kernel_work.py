@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from remat.core.graph import Op
 
-__all__ = ["CYCLES", "CYCLE_BYTES", "cycles_named", "cycles_of", "times_read"]
+__all__ = ["CYCLES", "CYCLE_BYTES", "blocks_of", "cycles_named", "cycles_of", "times_read"]
 
 # Clock cycles per element, from what XLA measured on an H100 (`hlo_op_profiles_data.h`, sm_90, float32) and uses
 # for all of its generation; the same was read off the times that it writes down (`priority_fusion_dump`). Operators
@@ -47,6 +47,7 @@ _RANDOM_CYCLES = 120 * _CYCLES
 # programs are predicted as for an H200 whatever they are compiled for.
 CYCLE_BYTES = 4.8e12 / (132 * 128 * 2 * 1.98e9)
 
+_THREADS, _PROCESSORS = 128, 132
 # Operators that read of their first operand no more than their result has, and those that read it repeatedly.
 _PARTS = frozenset({"slice", "split", "dynamic_slice", "unstack"})
 _COPIES = frozenset({"broadcast_in_dim", "gather"})
@@ -62,6 +63,20 @@ def cycles_of(op: Op) -> int:
     if op.random and op.kind == "RANDOM":
         return _RANDOM_CYCLES
     return op.cycles or cycles_named(op.name)
+
+
+def blocks_of(op: Op | None, elements: int) -> int:
+    """Returns the blocks of threads of a kernel that ends with an operator, 0 for enough to occupy a device.
+
+    Args:
+        op: the operator, None for what is none of the program's. A reduction's are known (`Op.blocks`).
+        elements: that the kernel walks over. Of others each thread makes one while there are few, 128 in a block
+            (XLA's `CalculateLaunchDimensions`, `ComputeLoopFusionConfig`).
+    """
+    if op is not None and op.blocks:
+        return op.blocks
+    blocks = -(-elements // _THREADS)
+    return blocks if blocks < _PROCESSORS else 0
 
 
 def times_read(op: Op, size: int, made: int, *, first: bool) -> float:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from remat.core.buffers import is_written, makes_operands
-from remat.core.kernel_work import CYCLE_BYTES, times_read
+from remat.core.kernel_work import CYCLE_BYTES, blocks_of, times_read
 from remat.core.priority_fusion import Program, written
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.tables import OF_SEVERAL
@@ -171,7 +171,7 @@ class Fusion:
             nbytes=[instance.nbytes for instance in instances],
             work=[node.cycles * self.size(n) * CYCLE_BYTES for n, node in enumerate(nodes)],
             moves=[node.op is None or node.op.kind != "POINTWISE" for node in nodes],
-            blocks=[node.op.blocks if node.op is not None else 0 for node in nodes],
+            blocks=[blocks_of(node.op, self.size(n)) for n, node in enumerate(nodes)],
             part=self._part,
         )
 
