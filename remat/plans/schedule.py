@@ -65,7 +65,7 @@ def build_schedule(
     # What is never read back need not be kept; a gradient that is a forward value stays, also if it is made again.
     kept = set(saved) & {*needed.raw, *needed.encoded, *graph.gradients}
     pins = {} if barriers else _pins(graph)
-    steps = [*_forward_steps(graph, kept, pins), Step("turn"), *backward]
+    steps = [*_forward_steps(graph, kept, set(needed.encoded), pins), Step("turn"), *backward]
     return Schedule(tuple(_with_frees(graph, steps, kept)))
 
 
@@ -96,7 +96,9 @@ def _pins(graph: Graph) -> dict[int, Step]:
     return pins
 
 
-def _forward_steps(graph: Graph, saved: set[int], pins: dict[int, Step]) -> list[Step]:
+def _forward_steps(
+    graph: Graph, saved: set[int], packed: set[int], pins: dict[int, Step]
+) -> list[Step]:
     sources = graph.sources
     needed = closure(graph, (*graph.outputs, *saved), sources)
     effects = [op.id for op in graph.forward_ops() if op.effectful]
@@ -113,7 +115,7 @@ def _forward_steps(graph: Graph, saved: set[int], pins: dict[int, Step]) -> list
         for value in op.outputs:
             if _through_bits(graph, value):
                 steps += [Step("encode", value), Step("decode", value)]
-            elif value in saved and form_of(graph.values[value]) != "raw":
+            elif value in packed:
                 steps.append(Step("encode", value))
     return steps
 
