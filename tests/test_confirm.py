@@ -285,13 +285,19 @@ class _Made:
 
 
 def _bench(
-    times: float, more: int, fastest_share: float | None = None
+    times: float,
+    more: int,
+    fastest_share: float | None = None,
+    *,
+    fast_below: float = 0.0,
 ) -> tuple[Callable[[Planner], _Made], Callable[..., Confirmed]]:
     """Plans of a chain, and a compiler that makes of a prediction a multiple and a constant.
 
-    With `fastest_share` the program with about that share of the peak is the fastest, whatever is repeated.
+    With `fastest_share` the program with about that share of the peak is the fastest, whatever is repeated;
+    programs with less than the share `fast_below` take half of the time that they should.
     """
-    graph = chain(8 if fastest_share is None else 16, heavy=True, fusible=False)
+    small = fastest_share is None and not fast_below
+    graph = chain(8 if small else 16, heavy=True, fusible=False)
 
     def make(planner: Planner) -> _Made:
         assert isinstance(planner, PolicyPlanner)
@@ -309,6 +315,8 @@ def _bench(
         seconds = 1.0 + plan.recompute_seconds
         if fastest_share is not None:
             seconds = 1.0 + abs(plan.peak_bytes / plan.baseline_peak_bytes - fastest_share)
+        if plan.peak_bytes < fast_below * plan.baseline_peak_bytes:
+            seconds /= 2
         return Confirmed("toy", "0", temp, 0, 0, seconds)
 
     return make, compiled
@@ -354,6 +362,19 @@ def test_where_less_memory_is_faster_a_larger_budget_misses_none_of_it(
         if plan.confirmed.temp_bytes < 0.9 * (plan.budget_bytes or 0):
             assert any("of the budget is used" in note for note in plan.notes)
     assert seconds[1] <= 1.05 * seconds[0]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_what_is_faster_below_is_found_although_more_memory_is_less_time_above(
+    share: float,
+) -> None:
+    """Nothing between the budget and the program as it is says so; one place below is looked at."""
+    make, compiled = _bench(1.0, 0, fast_below=0.4)
+    planner = PolicyPlanner(QUICK, share, confirm=Confirm(6))
+    plan = confirmed(planner, 6, make, compiled)[1]
+    assert plan.confirmed is not None and plan.confirmed.compiles <= 6
+    assert plan.confirmed.roofline_seconds is not None
+    assert plan.confirmed.roofline_seconds < 0.75
 
 
 def test_the_compilers_bytes_say_which_plan_has_more_memory() -> None:

@@ -184,6 +184,38 @@ def adapters() -> tuple[Any, tuple[Any, ...]]:
     return loss, (trained * count, fixed * count, shape(4096, width), shape(4096, width))
 
 
+def vocabulary(words: int) -> tuple[Any, tuple[Any, ...]]:
+    """The likelihood of one word of many: a kernel of rows makes its gradient, if a row is short enough."""
+
+    def loss(params: Any, x: jax.Array, word: jax.Array) -> jax.Array:
+        table, hidden = params
+        x = table[x]
+        for weight in hidden:
+            x = x + jnp.tanh(x @ weight)
+        likely = jax.nn.log_softmax(x @ table.T)
+        return -jnp.take_along_axis(likely, word[..., None], -1).mean()
+
+    tokens = shape(4, 256, dtype="int32")
+    return loss, ((shape(words, 256), [shape(256, 256)] * 3), tokens, tokens)
+
+
+def stacked_tables(bags: int) -> tuple[Any, tuple[Any, ...]]:
+    """An array of all tables, and products of all pairs: many temporaries of the size of what is looked up."""
+    batch, width, fields = 8192, 64, 15
+
+    def loss(params: Any, dense: jax.Array, where: jax.Array, y: jax.Array) -> jax.Array:
+        tables, first, second = params
+        found = jax.vmap(lambda table, rows: table[rows], (0, 1), 1)(tables, where).mean(2)
+        both = jnp.concatenate([jax.nn.relu(dense @ first)[:, None], found], 1)
+        pairs = jnp.einsum("bid,bjd->bij", both, both)
+        pairs = pairs[:, *jnp.tril_indices(fields + 1, -1)]
+        return jnp.mean((jax.nn.relu(pairs @ second).sum(-1) - y) ** 2)
+
+    params = (shape(fields, 50_000, width), shape(13, width), shape(120, 512))
+    where = shape(batch, fields, bags, dtype="int32")
+    return loss, (params, shape(batch, 13), where, shape(batch))
+
+
 def attention() -> tuple[Any, tuple[Any, ...]]:
     """Attention in bfloat16: the backward pass needs what its softmax sums, and writes over an operand."""
 
@@ -210,23 +242,35 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         lambda: perceptron(jax.nn.relu),
         lambda: perceptron(jax.nn.relu6),
         lambda: perceptron(lambda x: jnp.maximum(0.1 * x, x)),
+        lambda: perceptron(lambda x: jax.nn.gelu(x, approximate=False)),
+        lambda: perceptron(lambda x: x * jax.scipy.special.i1e(x)),
         lambda: perceptron(jnp.tanh, 8200),  # no multiple of what weights' gradients are split into
         attention,
         pytest.param(lambda: recommender(6, 2), marks=NOT_SINCE_0_12),
         pytest.param(lambda: recommender(12, 1), marks=NOT_SINCE_0_12),
         pytest.param(adapters, marks=NOT_SINCE_0_12),
         lambda: recommender_of_one_table(4),
+        lambda: stacked_tables(1),
+        lambda: stacked_tables(3),
+        lambda: vocabulary(16_000),
+        lambda: vocabulary(40_000),
     ],
     ids=[
         "relu",
         "relu6",
         "leaky",
+        "gelu",
+        "bessel",
         "odd",
         "attention",
         "few_tables",
         "tables",
         "adapters",
         "bags",
+        "stacked",
+        "stacked_bags",
+        "words",
+        "many_words",
     ],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:

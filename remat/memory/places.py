@@ -11,12 +11,18 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution
 from remat.memory.kernels import Kernel, tie_of, written_over
-from remat.memory.tables import COMPUTED_BYTES, IN_PLACE, SEVERAL_RESULTS, TINY_SHARE
+from remat.memory.tables import (
+    COMPUTED_BYTES,
+    CONVOLUTION,
+    IN_PLACE,
+    SEVERAL_RESULTS,
+    TINY_SHARE,
+)
 
 __all__ = ["Layout", "Occupancy", "Range", "held_bytes", "lay_out", "occupy", "occupy_by"]
 
@@ -157,7 +163,7 @@ def held_bytes(layout: Layout) -> int:
 def occupy(execution: Execution, layout: Layout) -> Occupancy:
     """Returns how much is alive when."""
     order, ranges = layout.order, layout.ranges
-    places = set() if execution.in_loop else _in_results(ranges, layout.results)
+    places = set() if execution.in_loop else _in_results(execution, layout)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = _changes(outside, len(order))
     for found in _overwritten(execution, order, outside):
@@ -201,7 +207,7 @@ def occupy_by(
         groups: how many there are.
     """
     order, ranges = layout.order, layout.ranges
-    places = set() if execution.in_loop else _in_results(ranges, layout.results)
+    places = set() if execution.in_loop else _in_results(execution, layout)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     overwritten = _overwritten(execution, order, outside)
     parts: list[list[int]] = []
@@ -224,47 +230,119 @@ def _changes(ranges: Iterable[Range], length: int) -> list[int]:
     return change
 
 
-def _in_results(ranges: list[Range], results: list[Range]) -> set[int]:
-    """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits."""
+def _in_results(execution: Execution, layout: Layout) -> set[int]:
+    """Indices of the temporaries that fit into results not written yet: largest first, smallest that fits.
+
+    Of equal ones the one whose operator comes first when each is listed behind its operands, from the first result
+    on (`BufferAssigner::AssignBuffersForComputations`). What is written over another lies where that does.
+    """
+    ranges = layout.ranges
     least = max((found.nbytes for found in ranges), default=0) * TINY_SHARE
-    starts: dict[int, list[int]] = {}
-    for place in sorted(results, key=lambda r: r.start):
-        starts.setdefault(place.nbytes, []).append(place.start)
-    sizes = sorted(starts)
-    # Of every place the borders of what lies in it: from when to when, in turn.
-    taken = {size: [[] for _ in starts[size]] for size in sizes}
-    inside: set[int] = set()
-    for index in sorted(range(len(ranges)), key=lambda i: _by_size(ranges[i])):
+    places: dict[int, list[_Place]] = {}
+    for result in sorted(layout.results, key=lambda r: r.start):
+        places.setdefault(result.nbytes, []).append(_Place(result.start))
+    sizes = sorted(places)
+    turn, over = _post_order(execution), _written_over(execution, layout)
+
+    def by_size(index: int) -> tuple[int, int]:
+        found = ranges[index]
+        return -found.nbytes, turn.get(execution.instances[found.index].producer, -1)
+
+    lies: dict[int, _Place] = {}
+    for index in sorted(range(len(ranges)), key=by_size):
         found = ranges[index]
         if found.nbytes < least:
             break
-        if _place(found, starts, sizes, taken):
-            inside.add(index)
-    return inside
+        own = lies.get(over.get(index, -1))
+        if own is not None and found.end < own.start and own.take(found.start + 1, found.end):
+            lies[index] = own
+            continue
+        for size in itertools.islice(sizes, bisect.bisect_left(sizes, found.nbytes), None):
+            later = bisect.bisect_right(places[size], found.end, key=lambda place: place.start)
+            free = (p for p in places[size][later:] if p.take(found.start, found.end))
+            if (place := next(free, None)) is not None:
+                lies[index] = place
+                break
+    return set(lies)
 
 
-def _by_size(found: Range) -> tuple[int, int]:
-    """Large temporaries first, of equal ones the one that lives longest."""
-    return (-found.nbytes, found.start - found.end)
+@dataclass(slots=True)
+class _Place:
+    """A result that is written at `start`, with the borders of what lies in it until then: from when to when."""
+
+    start: int
+    borders: list[int] = field(default_factory=list)
+
+    def take(self, first: int, last: int) -> bool:
+        """Whether a temporary, dead before the result is written, lies here from `first` to `last` from now on."""
+        at = bisect.bisect_left(self.borders, first)
+        if at % 2 or (at < len(self.borders) and self.borders[at] <= last):
+            return False
+        self.borders[at:at] = (first, last)
+        return True
 
 
-def _place(
-    found: Range,
-    starts: Mapping[int, list[int]],
-    sizes: list[int],
-    taken: Mapping[int, list[list[int]]],
-) -> bool:
-    """Whether a temporary fits into a result; if so, it is noted there."""
-    first, last = found.start, found.end
-    for size in itertools.islice(sizes, bisect.bisect_left(sizes, found.nbytes), None):
-        places = taken[size]
-        for number in range(bisect.bisect_right(starts[size], last), len(places)):
-            borders = places[number]
-            at = bisect.bisect_left(borders, first)
-            if not at % 2 and (at == len(borders) or borders[at] > last):
-                borders[at:at] = (first, last)
-                return True
-    return False
+def _written_over(execution: Execution, layout: Layout) -> dict[int, int]:
+    """Of temporaries that an element-wise kernel may write over another, that other; both by index.
+
+    A convolution's library adds a bias and takes the maximum with zero itself.
+    """
+    ranges, order = layout.ranges, layout.order
+    may_serve = _may_serve(execution, order, (CONVOLUTION,))
+    dying: dict[tuple[int, int], int] = {}
+    for index, found in enumerate(ranges):
+        if may_serve(found) and not found.is_scratch and found.index not in order[found.end].rows:
+            dying[found.end, found.nbytes] = index
+    over: dict[int, int] = {}
+    for index, found in enumerate(ranges):
+        node = execution.nodes[order[found.start].node]
+        before = dying.get((found.start, found.nbytes), index)
+        if before != index and node.fusible and not node.reduces and node.name != "transpose":
+            over[index] = before
+    return over
+
+
+def _post_order(execution: Execution) -> dict[int, int]:
+    """Of every node that results need, its place in a depth-first search from them, behind its operands."""
+    nodes, instances = execution.nodes, execution.instances
+    turn: dict[int, int] = {}
+    entered: set[int] = set()
+    stack = [instances[result].producer for result in reversed(execution.results)]
+    while stack:
+        node = stack[-1]
+        if node < 0 or node in turn:
+            stack.pop()
+        elif node in entered:
+            turn[node] = len(turn)
+            stack.pop()
+        else:
+            entered.add(node)
+            stack += [instances[index].producer for index in reversed(nodes[node].ins)]
+    return turn
+
+
+def _may_serve(
+    execution: Execution, order: list[Kernel], also: Sequence[str] = ()
+) -> Callable[[Range], bool]:
+    """Returns whether a kernel may write over a temporary that it reads last: see `_overwritten`.
+
+    Args:
+        execution, order: whose.
+        also: what makes several arrays, and is written over all the same.
+    """
+    nodes, instances = execution.nodes, execution.instances
+    tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
+    joined = {node for k in order if k.is_joined for node in (k.node, *k.merged)}
+
+    def may_serve(found: Range) -> bool:
+        producer = instances[found.index].producer
+        if producer in joined or found.index in tied:
+            return False
+        node = nodes[producer]
+        one = len(node.outs) == 1 and node.name not in SEVERAL_RESULTS
+        return producer < 0 or one or node.name in also
+
+    return may_serve
 
 
 def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range]) -> list[Range]:
@@ -276,22 +354,11 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
     they are computed in (bfloat16), all if in float32.
     """
     nodes, instances = execution.nodes, execution.instances
-    tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
     # XLA has one buffer for what is scattered into and the scatter's result, and only buffers of one array share.
     kept = {instances[i].root for node in nodes if node.name in IN_PLACE for i in node.ins}
 
-    joined = {node for k in order if k.is_joined for node in (k.node, *k.merged)}
-
-    def serves(found: Range) -> bool:
-        producer = instances[found.index].producer
-        if producer in joined:
-            return False
-        if found.index in tied or producer < 0:
-            return producer < 0 and found.index not in tied
-        node = nodes[producer]
-        return len(node.outs) == 1 and node.name not in SEVERAL_RESULTS
-
-    places = {found.index: found for found in ranges if serves(found)}
+    may_serve = _may_serve(execution, order)
+    places = {found.index: found for found in ranges if may_serve(found)}
     dying: dict[tuple[int, int], int] = {}
     for found in places.values():
         if found.index not in order[found.end].rows:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel
+from remat.memory.tables import LONGEST_ROW
 
 __all__ = ["mark_row_kernels"]
 
@@ -17,7 +18,7 @@ def mark_row_kernels(execution: Execution, fusion: Fusion, kernels: Sequence[Ker
 
     XLA's `softmax_rewriter_triton` makes one kernel of an array, a number for every row (its largest, say) and
     what is made of both, element by element, if nothing else reads the number: `x - max(x)`, `x / sum(x)`. Other
-    reductions of rows that such a kernel alone reads are merged into it.
+    reductions of rows that such a kernel alone reads are merged into it, and so is what is made of their numbers.
     """
     diamonds = _Diamonds(execution, fusion)
     if not diamonds.closed:
@@ -27,8 +28,14 @@ def mark_row_kernels(execution: Execution, fusion: Fusion, kernels: Sequence[Ker
     for kernel in kernels:
         closed = kernel.reads & diamonds.closed.keys()
         if closed:
-            own = {n for n in kernel.reads & diamonds.rows.keys() if readers[n] == 1}
-            own.update(diamonds.closed[n] for n in closed)
+            own = {diamonds.closed[n] for n in closed}
+            pending = [n for n in kernel.reads if readers[n] == 1]
+            while pending:
+                number = pending.pop()
+                if number in diamonds.rows:
+                    own.add(number)
+                elif number in made and diamonds.is_made_of_numbers(number):
+                    pending += [n for n in made[number].reads if readers[n] == 1]
             kernel.rows = kernel.reads & set[int]().union(
                 *(made[n].reads for n in own if n in made)
             )
@@ -50,12 +57,19 @@ class _Diamonds:
             number: out for out, node in self.rows.items() for number in self._closed(node)
         }
 
+    def is_made_of_numbers(self, index: int) -> bool:
+        """Whether an array is no larger than what it is made of, element by element."""
+        node = self._execution.nodes[self._execution.instances[index].producer]
+        elements = self._elements(index)
+        return self._is_pointwise(node) and all(self._elements(i) <= elements for i in node.ins)
+
     def _reduces_rows(self, node: Node) -> bool:
-        """Whether the last dimension is reduced, and no other."""
+        """Whether the last dimension is reduced, and no other, and is short enough."""
         if not node.reduces or node.op is None or not node.op.axes:
             return False
         values, instances = self._execution.graph.values, self._execution.instances
-        return node.op.axes == (len(values[instances[node.ins[0]].value].shape) - 1,)
+        shape = values[instances[node.ins[0]].value].shape
+        return node.op.axes == (len(shape) - 1,) and shape[-1] <= LONGEST_ROW
 
     def _closed(self, reduction: Node) -> list[int]:
         """A reduction's result and what is made of it, if the kernel that reads it makes it.

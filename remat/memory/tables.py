@@ -17,6 +17,7 @@ __all__ = [
     "FAR",
     "INDEX_BYTES",
     "IN_PLACE",
+    "LONGEST_ROW",
     "MERGED_BYTES",
     "MOST_PIECES",
     "OF_SEVERAL",
@@ -63,6 +64,9 @@ MERGED_BYTES = 64 * 2**20
 # dimension that is not summed over, each a multiple of so long (`kMaxParameterPerDotOperand` and
 # `kMinConcatFragmentSize` of XLA's `triton_fusion_analysis` and `triton_tiling_propagation`).
 MOST_PIECES, PIECE = 4, 64
+# A row that is padded to a power of two has to fit into 0.4 of the 65,536 registers of a block of threads
+# (`DoesTileFitsInRegisters`), or no kernel of rows is made of it.
+LONGEST_ROW = 16384
 # Of the others, "half and double": what predictions do where a number is half or twice as large, of the 68 cases of
 # `benchmarks.memory_model` (`python -m benchmarks.memory_numbers`), and of 45 plans (min_cut, full, echo) for the
 # toys of `models.cases.SMALL_CASES`, whose arrays take kilobytes. Measured when fusion was still a matter of rules.

@@ -312,12 +312,13 @@ def confirmed(
                 knob,
                 plain,
                 limit,
-                left=left,
+                left=lambda: left() - any(trial.fits for trial in bench.trials.values()),
                 known=trials[1:],
                 tolerance=_TOLERANCE,
                 first_is_alike=False,
             )
             trials = search.further(knob, plain, trials, left=left)
+        trials = search.below(knob, plain, trials, left=left)
     fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
     if not fitting:
         raise_interrupt()
