@@ -20,6 +20,7 @@ from remat.core.graph import Graph
 from remat.memory.fusion import Fusion
 from remat.memory.instances import execution_of
 from remat.memory.kernels import find_kernels, merge_siblings
+from remat.memory.places import _Place
 from remat.memory.predict import buffers, peak_bytes, predict, predict_body
 from remat.memory.splits import parts_of
 from remat.planning.make import make_plan, with_loops
@@ -163,6 +164,31 @@ def test_a_temporary_lies_in_a_result_that_is_not_there_yet() -> None:
     assert found.peak_bytes == BIG_BYTES
     assert [buffer.value for buffer in found.at_peak] == [second]
     assert found.held_in_results_bytes == BIG_BYTES
+
+
+@given(rng=rngs())
+@laws(200)
+def test_what_lies_in_a_result_is_never_there_at_once(rng: random.Random) -> None:
+    """And nothing is turned away that would have been alone."""
+    place, taken = _Place(100), set[int]()
+    for _ in range(rng.randint(1, 12)):
+        first = rng.randint(0, 30)
+        wanted = set(range(first, first + rng.randint(1, 8)))
+        assert place.take(min(wanted), max(wanted)) == taken.isdisjoint(wanted)
+        taken |= wanted if taken.isdisjoint(wanted) else set()
+
+
+def test_what_is_written_over_a_temporary_in_a_result_lies_there_too() -> None:
+    builder = GraphBuilder()
+    x = builder.input(BIG)
+    first = builder.op("dot", [x], BIG)
+    second = builder.op("tanh", [first], BIG)
+    third = builder.op("dot", [second], BIG)
+    ct = builder.cotangent(BIG)
+    graph = builder.build([], [builder.op("dot", [third, ct], BIG)])
+    found = predict(graph)
+    assert [buffer.value for buffer in found.at_peak] == [third]
+    assert found.peak_bytes == BIG_BYTES
 
 
 def test_an_element_wise_kernel_writes_into_an_operand_that_dies() -> None:

@@ -253,8 +253,9 @@ def _in_results(execution: Execution, layout: Layout) -> set[int]:
         found = ranges[index]
         if found.nbytes < least:
             break
+        first = found.start + 1  # until then it is the other that lies there
         own = lies.get(over.get(index, -1))
-        if own is not None and found.end < own.start and own.take(found.start + 1, found.end):
+        if own is not None and first <= found.end < own.start and own.take(first, found.end):
             lies[index] = own
             continue
         for size in itertools.islice(sizes, bisect.bisect_left(sizes, found.nbytes), None):
@@ -338,9 +339,10 @@ def _may_serve(
         producer = instances[found.index].producer
         if producer in joined or found.index in tied:
             return False
+        if producer < 0:
+            return True
         node = nodes[producer]
-        one = len(node.outs) == 1 and node.name not in SEVERAL_RESULTS
-        return producer < 0 or one or node.name in also
+        return node.name in also or (len(node.outs) == 1 and node.name not in SEVERAL_RESULTS)
 
     return may_serve
 
