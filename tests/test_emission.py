@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import remat
+from remat.core.classify import dot_form
 from remat.core.graph import Graph, Op
 from remat.memory.predict import buffers
 from remat.policies import Unchanged
+from remat.trace.classify import classify_equation
 from remat.trace.emission import reduction_blocks
 
 
@@ -126,6 +129,55 @@ def test_a_matmul_tells_what_it_sums_over() -> None:
     args = [jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)] * 2
     graph = remat.plan(loss, *args, remat_policy=Unchanged()).graph
     assert op_named(graph, "dot_general").contracts == ((2,), (2,), (0,), (0,))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(
+    ("shapes", "numbers", "form"),
+    [
+        (((16384, 512), (512, 1)), (((1,), (0,)), ((), ())), "sum"),
+        (((20480, 512), (512,)), (((1,), (0,)), ((), ())), "matmul"),
+        (((4096, 512), (512, 2)), (((1,), (0,)), ((), ())), "matmul"),
+        (((4, 256, 64, 16), (4, 256, 16)), (((3,), (2,)), ((0, 1), (0, 1))), "sum"),
+        (((8, 1, 64), (8, 512, 64)), (((2,), (2,)), ((0,), (0,))), "sum"),
+        (((4, 65536, 256), (4, 256)), (((2,), (1,)), ((0,), (0,))), "matmul"),
+        (((4096, 1), (1, 512)), (((1,), (0,)), ((), ())), "product"),
+        (((4096, 2), (2, 512)), (((1,), (0,)), ((), ())), "matmul"),
+        (((4, 64, 32), (4, 64, 8)), (((), ()), ((0, 1), (0, 1))), "product"),
+    ],
+)
+def test_xla_makes_of_a_dot_what_is_said(
+    shapes: tuple[tuple[int, ...], ...], numbers: Any, form: str
+) -> None:
+    def dot(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(jnp.tanh(x), y, numbers)
+
+    x, y = args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    assert dot_form(numbers, args)[0] == form
+    text = remat.compile_report(dot, x, y, device="h200").hlo_text
+    assert ("gemm" in text or " dot(" in text) == (form == "matmul")
+    if form != "matmul":
+        assert (" reduce(" in text) == (form == "sum")
+    (equation,) = [e for e in jax.make_jaxpr(dot)(x, y).eqns if e.primitive.name == "dot_general"]
+    cost = classify_equation(equation)
+    assert (cost.heavy, cost.fusible) == (form == "matmul", form != "matmul")
+    assert cost.flops > 0
+
+
+def test_the_first_operand_of_a_sum_of_products_tells_its_rows() -> None:
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.sin(x) @ jnp.cos(y)))
+
+    args = jax.ShapeDtypeStruct((64, 500), jnp.float32), jax.ShapeDtypeStruct((500,), jnp.float32)
+    first = op_named(remat.plan(loss, *args, remat_policy=Unchanged()).graph, "dot_general")
+    assert (first.kind, first.axes, first.cycles, first.contracts) == ("REDUCTION", (1,), 10, ())
+    plan = remat.plan(
+        lambda y, x: jnp.sum(jnp.tanh(jnp.cos(y) @ jnp.sin(x).T)),
+        *args[::-1],
+        remat_policy=Unchanged(),
+    )
+    second = op_named(plan.graph, "dot_general")
+    assert (second.kind, second.axes, second.cycles) == ("REDUCTION", (), 10)
 
 
 @pytest.mark.parametrize(

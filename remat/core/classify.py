@@ -6,18 +6,21 @@ is not in `TABLE` is `OpClass.OPAQUE`, is never recomputed, and says so in `OpCo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from remat.core.avals import aval_size
+from remat.core.avals import aval_size, is_complex
 from remat.core.flop_counts import Avals, Params, free, is_threefry, per_output
 from remat.core.primitives import EFFECT_REASON, TABLE, OpClass, OpSpec
 
-__all__ = ["OpCost", "classify"]
+__all__ = ["OpCost", "classify", "dot_form"]
 
 _UNKNOWN = "`{}` is not a primitive this library knows: taken as opaque, never recomputed"
 _UNKNOWN_SPEC = OpSpec(OpClass.OPAQUE, free, recomputable=False)
+# `IsMatrixMultiplicationTooSmallForRewriting`: of rows and columns together, times what is summed over.
+_TOO_SMALL = 10_000_000
 # Effects that only say that an operator mentions a mesh axis.
 _HARMLESS_EFFECTS = frozenset({"NamedAxisEffect"})
 
@@ -95,8 +98,8 @@ def _specialise(name: str, params: Params, in_avals: Avals, out_avals: Avals) ->
         return replace(_UNKNOWN_SPEC, reason=_UNKNOWN.format(name))
     if name == "device_put":
         return _device_put(spec, params)
-    if name == "dot_general" and _is_outer_product(params):
-        return replace(TABLE["mul"], count=per_output(1))
+    if name == "dot_general":
+        return _dot(spec, params, in_avals)
     if name.startswith("reduce_window"):
         return replace(spec, fusible=not _windows_overlap(params))
     if (name == "reduce" and len(out_avals) > 1) or (
@@ -106,8 +109,43 @@ def _specialise(name: str, params: Params, in_avals: Avals, out_avals: Avals) ->
     return spec
 
 
-def _is_outer_product(params: Params) -> bool:
-    return params.get("dimension_numbers", (((0,), (0,)), None))[0] == ((), ())
+def _dot(spec: OpSpec, params: Params, in_avals: Avals) -> OpSpec:
+    try:
+        form, _ = dot_form(params["dimension_numbers"], in_avals)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return spec  # counting its flops says what is wrong
+    if form == "product":
+        return replace(TABLE["mul"], count=per_output(1))
+    return spec if form == "matmul" else replace(TABLE["reduce_sum"], count=spec.count)
+
+
+def dot_form(
+    dimension_numbers: Any, avals: Sequence[Any]
+) -> tuple[Literal["matmul", "product", "sum"], int]:
+    """Returns what XLA:GPU makes of a `dot_general`, and which operand, 0 or 1, has all that is summed over.
+
+    It follows XLA's algebraic simplifier (`HandleDot`, `ShouldStrengthReduceDotToReduce`), which leaves to the
+    fusion what no matmul gains from: a product of elements if nothing is summed over, and a sum of products if one
+    operand is a vector, or a batch of them, unless the other is large. Dimensions of size one do not count.
+
+    Args:
+        dimension_numbers: the equation's parameter.
+        avals: the operands, anything with `.shape` and `.dtype`.
+    """
+    contracted, batch = dimension_numbers
+    free = [
+        math.prod(n for axis, n in enumerate(aval.shape) if axis not in summed and axis not in own)
+        for aval, summed, own in zip(avals, contracted, batch, strict=True)
+    ]
+    count = math.prod(avals[0].shape[axis] for axis in contracted[0])
+    larger = int(free[0] < free[1])
+    if count == 1:
+        return "product", larger
+    if 1 not in free:
+        return "matmul", larger
+    is_small = free == [1, 1] or sum(free) * count < _TOO_SMALL
+    is_wide = is_complex(avals[0]) or str(avals[0].dtype) == "float64"  # not for tensor cores
+    return ("sum" if is_small or is_wide else "matmul"), larger
 
 
 def _windows_overlap(params: Params) -> bool:

@@ -99,7 +99,7 @@ class Fusion:
         inside: dict[int, set[int]] = {}
         operands: set[int] = set()
         for matmul, node in enumerate(nodes):
-            if not self.live[matmul] or node.name != "dot_general":
+            if not self.live[matmul] or node.op is None or not node.op.contracts:
                 continue
             for index in node.ins:
                 producer = last = instances[index].producer

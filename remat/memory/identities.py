@@ -58,7 +58,7 @@ def _turns_product(graph: Graph, op: Op) -> bool:
     """
     value = graph.values[op.inputs[0]]
     producer = graph.ops[value.producer] if value.producer is not None else None
-    product = producer is not None and producer.name == "dot_general" and not producer.batched
+    product = producer is not None and bool(producer.contracts) and not producer.batched
     return product and len(value.shape) == 2 and len(graph.users[value.id]) == 1
 
 

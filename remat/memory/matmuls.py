@@ -76,7 +76,8 @@ class _Merger:
         execution = self.execution
         found: dict[tuple[bool, int, int, Hashable], list[int]] = defaultdict(list)
         for number, node in enumerate(execution.nodes):
-            if self.live[number] and node.name == "dot_general" and len(node.ins) == 2:
+            is_matmul = node.op is not None and bool(node.op.contracts)
+            if self.live[number] and is_matmul and len(node.ins) == 2:
                 self.size[number] = sum(self._whole_bytes(i) for i in (*node.ins, *node.outs))
                 for side in (0, 1):
                     turned, rest = self._shared(node, side)

@@ -43,7 +43,7 @@ _FLOP, _BYTE, _BYTE_OF_SUM, _LAUNCH = 100.0, 0.194136, 193.1384, 4.36e7
 
 def shape_of(graph: Graph, op: Op) -> Dimensions | None:
     """Returns the dimensions of a matmul that XLA may split, None of any other operator."""
-    if op.name != "dot_general" or len(op.inputs) != 2:
+    if not op.contracts or len(op.inputs) != 2:
         return None
     left, right = (graph.values[v] for v in op.inputs)
     if "int" in left.dtype or left.dtype.startswith(("complex", "bool")):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 from remat.core.avals import aval_bytes
+from remat.core.classify import dot_form
 from remat.core.kernel_work import cycles_named
 
 __all__ = ["CONVOLUTION", "Traits", "reduction_blocks", "sums_one", "traits_of", "workspace_bytes"]
@@ -55,6 +56,15 @@ def traits_of(eqn: Any) -> Traits:
 
 def _of_matmul(eqn: Any) -> Traits:
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    form, side = dot_form(eqn.params["dimension_numbers"], [v.aval for v in eqn.invars])
+    if form == "product":
+        return {}
+    if form == "sum":
+        aval, axes = eqn.invars[side].aval, tuple((left, right)[side])
+        found = _of_sum(aval, axes, "add", cycles_named("mul"))
+        if side == 1:  # rows are looked for in the first operand
+            found["axes"] = ()
+        return found
     return {
         "batched": len(left_batch) > 0,
         "contracts": (tuple(left), tuple(right), tuple(left_batch), tuple(right_batch)),
@@ -91,16 +101,18 @@ def _of_concatenation(eqn: Any) -> Traits:
 
 
 def _of_reduction(eqn: Any) -> Traits:
-    shape, axes = eqn.invars[0].aval.shape, tuple(eqn.params["axes"])
-    count = math.prod(shape[axis] for axis in axes)
-    if not _is_elemental(shape, axes):
-        width = eqn.invars[0].aval.dtype.itemsize
-        return {"axes": axes, "blocks": reduction_blocks(shape, axes, width)}
-    return {
-        "axes": axes,
-        "elemental": True,
-        "cycles": max(count - 1, 1) * cycles_named(eqn.primitive.name),
-    }
+    return _of_sum(eqn.invars[0].aval, tuple(eqn.params["axes"]), eqn.primitive.name)
+
+
+def _of_sum(aval: Any, axes: tuple[int, ...], name: str, more: int = 0) -> Traits:
+    """Traits of a reduction over axes of an operand by an operator; `more` cycles make each element of it."""
+    count = math.prod(aval.shape[axis] for axis in axes)
+    if _is_elemental(aval.shape, axes):
+        cycles = max(count - 1, 1) * cycles_named(name) + count * more
+        return {"axes": axes, "elemental": True, "cycles": cycles}
+    blocks = reduction_blocks(aval.shape, axes, aval.dtype.itemsize)
+    found: Traits = {"axes": axes, "blocks": blocks}
+    return found if not more else {**found, "cycles": cycles_named(name) + more}
 
 
 def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
