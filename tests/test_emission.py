@@ -164,6 +164,17 @@ def test_xla_makes_of_a_dot_what_is_said(
     assert cost.flops > 0
 
 
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_of_what_tensor_cores_do_not_multiply_a_large_dot_is_a_sum_too(dtype: str) -> None:
+    numbers = (((1,), (0,)), ((), ()))
+    with jax.enable_x64(True):
+        x, y = args = [jax.ShapeDtypeStruct(s, dtype) for s in ((20480, 512), (512,))]
+        text = remat.compile_report(jnp.matmul, x, y, device="h200").hlo_text
+    assert dot_form(numbers, args)[0] == "sum"
+    assert " reduce(" in text and "gemm" not in text
+
+
 def test_the_first_operand_of_a_sum_of_products_tells_its_rows() -> None:
     def loss(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(jnp.sin(x) @ jnp.cos(y)))
