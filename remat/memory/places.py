@@ -242,7 +242,7 @@ def _in_results(execution: Execution, layout: Layout) -> set[int]:
     for result in sorted(layout.results, key=lambda r: r.start):
         places.setdefault(result.nbytes, []).append(_Place(result.start))
     sizes = sorted(places)
-    turn, over = _post_order(execution), _written_over(execution, layout)
+    turn, over = _post_order(execution), _lies_with(execution, layout)
 
     def by_size(index: int) -> tuple[int, int]:
         found = ranges[index]
@@ -283,7 +283,7 @@ class _Place:
         return True
 
 
-def _written_over(execution: Execution, layout: Layout) -> dict[int, int]:
+def _lies_with(execution: Execution, layout: Layout) -> dict[int, int]:
     """Of temporaries that an element-wise kernel may write over another, that other; both by index.
 
     A convolution's library adds a bias and takes the maximum with zero itself.

@@ -58,7 +58,7 @@ class _Diamonds:
         }
 
     def is_made_of_numbers(self, index: int) -> bool:
-        """Whether an array is no larger than what it is made of, element by element."""
+        """Whether an array is made, element by element, of arrays that are no larger."""
         node = self._execution.nodes[self._execution.instances[index].producer]
         elements = self._elements(index)
         return self._is_pointwise(node) and all(self._elements(i) <= elements for i in node.ins)

@@ -112,7 +112,9 @@ def _of_sum(aval: Any, axes: tuple[int, ...], name: str, more: int = 0) -> Trait
         return {"axes": axes, "elemental": True, "cycles": cycles}
     blocks = reduction_blocks(aval.shape, axes, aval.dtype.itemsize)
     found: Traits = {"axes": axes, "blocks": blocks}
-    return found if not more else {**found, "cycles": cycles_named(name) + more}
+    if more:
+        found["cycles"] = cycles_named(name) + more
+    return found
 
 
 def _is_elemental(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
