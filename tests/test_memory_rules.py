@@ -58,9 +58,9 @@ def test_what_cannot_be_divided_is_copied_with_zeros_behind() -> None:
     assert parts > 1 and padded_count(16384, (4, 4), parts) == 16384
     assert padded_count(16385, (4, 2), parts) == 16384 + parts * 8
     even, odd = (predict(gradient(rows)).peak_bytes for rows in (16384, 16385))
-    # The larger first, and then the other beside both copies of the larger's zeros: not twice all of it.
-    assert 16384 * (256 + 64) * 4 <= even < odd <= 2 * 16500 * (256 + 64) * 4
-    assert odd > 1.5 * even
+    # Nothing else is there while the larger is copied.
+    larger = 16384 * 256 * 4
+    assert larger < even < 2 * larger <= odd < 2.1 * larger
 
 
 def tables(count: int, read_once_more: bool = False) -> Graph:
@@ -68,7 +68,7 @@ def tables(count: int, read_once_more: bool = False) -> Graph:
     builder = GraphBuilder()
     ct = builder.cotangent(())
     where = builder.input((4,))
-    wide = builder.op("dot", [ct], BIG)
+    wide = builder.op("dot", [ct], (512, 1024))
     zeros = builder.op("broadcast_in_dim", [], BIG)
     grads = [
         builder.op("scatter-add", [zeros, where, builder.input((4,))], BIG, fusible=False)

@@ -24,8 +24,8 @@ from remat.core.priority_fusion import (
     LAUNCH_BYTES,
     Program,
     _Queue,  # pyright: ignore[reportPrivateUsage]
+    fuse,
     read_bytes,
-    written,
 )
 from remat.trace.emission import reduction_blocks
 
@@ -155,7 +155,7 @@ def test_priorities_are_those_that_xla_writes_down(name: str, tmp_path: Path) ->
         seen.setdefault(number, total)
 
     program, ends = program_of(steps)
-    found = written(program, [True] * len(steps), ends, note)
+    found = fuse(program, [True] * len(steps), ends, note).written
     ours = {
         steps[number].name: total / BYTES_PER_MICROSECOND
         for number, total in seen.items()
@@ -193,14 +193,14 @@ def test_what_is_dear_is_made_once_and_what_is_cheap_where_it_is_read() -> None:
         # Three kernels that cannot be merged with one another.
         program, ends = program_of(steps)
         ends[1:4] = [True] * 3
-        assert written(program, [True] * len(steps), ends)[0] == once
+        assert fuse(program, [True] * len(steps), ends).written[0] == once
 
 
 def test_a_row_that_is_dear_is_not_made_for_every_element() -> None:
     for row, in_memory in ((Step("sin", (1,), ROW), True), (Step("neg", (1,), ROW), False)):
         steps = (row, Step("broadcast_in_dim", (2,)), Step("mul", (3, 0)))
         program, ends = program_of(steps)
-        found = written(program, [True] * 3, ends)
+        found = fuse(program, [True] * 3, ends).written
         assert found == [in_memory, False, True]
 
 
@@ -215,7 +215,7 @@ def test_kernels_do_not_grow_without_end(neighbours: int, merged: bool) -> None:
     )
     program, ends = program_of(steps)
     free = replace(program, work=[0.0] * len(steps), part=lambda _value, _reader: 1.0)
-    in_memory = written(free, [True] * len(steps), ends)
+    in_memory = fuse(free, [True] * len(steps), ends).written
     assert any(in_memory[:made]) != merged
     assert in_memory[-1]
 
@@ -302,7 +302,7 @@ def test_nothing_is_left_that_would_save_time(seed: int, count: int) -> None:
     program, ends = random_program(random.Random(seed), count)
     queue = _Queue(program, [True] * count, ends, None)
     queue.run()
-    found = written(program, [True] * count, ends)
+    found = fuse(program, [True] * count, ends).written
     assert found == [number in queue.kernels for number in range(count)]
     assert all(found[number] for number in range(count) if ends[number])
     for number, saved in queue.saved.items():

@@ -34,7 +34,7 @@ from typing import Protocol
 from remat.core.graph import Graph, Op
 from remat.core.kernel_work import CYCLE_BYTES, blocks_of, cycles_of, times_read
 from remat.core.primitives import SCATTERS
-from remat.core.priority_fusion import Program, written
+from remat.core.priority_fusion import Program, fuse
 
 __all__ = [
     "ends_kernel",
@@ -193,7 +193,7 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
         part=part,
     )
     ends = [not buffers.isdisjoint(op.outputs) for op in ops]
-    found = written(program, [op.id in live and op.id not in idle for op in ops], ends)
+    found = fuse(program, [op.id in live and op.id not in idle for op in ops], ends).written
     left = [op for op in ops if found[op.id] and not ends[op.id]]
     return {value for op in left for value in op.outputs}
 

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Program", "written"]
+__all__ = ["Fused", "Program", "fuse"]
 
 # XLA's own numbers: `GpuPerformanceModelBase` (a launch takes a microsecond, in which an H200 moves so many bytes;
 # how much faster what was read before is read again, from a cache that it fits into), `GpuPerformanceModelOptions`,
@@ -58,13 +58,44 @@ class Program:
     part: Callable[[int, int], float]
 
 
-def written(
+class Fused:
+    """What XLA has merged; operators are known by their number.
+
+    Attributes:
+        written: by operator, whether its results are in memory.
+    """
+
+    def __init__(self, queue: _Queue) -> None:
+        self._queue = queue
+        self.written = [number in queue.kernels for number in range(len(queue.program.outs))]
+
+    def pays(self, number: int, user: int) -> bool:
+        """Whether one kernel that writes the results of two takes no longer than both.
+
+        XLA asks before it merges a kernel with one of several that read it (`ProducerCandidateIsFusible`).
+
+        Args:
+            number: the last operator of a kernel.
+            user: that of a kernel that reads its results.
+        """
+        kernels, program = self._queue.kernels, self._queue.program
+        producer, consumer = kernels[number], kernels[user]
+        found = self._queue.merged(number, producer, consumer)
+        if found is None:
+            return False
+        work, moved, _ = found
+        moved += sum(program.nbytes[out] for out in program.outs[number])
+        apart = LAUNCH_BYTES + producer.time_bytes + consumer.time_bytes
+        return consumer.taking(work, moved) <= apart
+
+
+def fuse(
     program: Program,
     live: Sequence[bool],
     ends: Sequence[bool],
     note: Callable[[int, Mapping[int, float], float], None] | None = None,
-) -> list[bool]:
-    """Returns by operator whether its results are in memory.
+) -> Fused:
+    """Returns what XLA merges.
 
     Args:
         program: what runs.
@@ -77,7 +108,7 @@ def written(
     """
     queue = _Queue(program, live, ends, note)
     queue.run()
-    return [number in queue.kernels for number in range(len(live))]
+    return Fused(queue)
 
 
 class _Kernel:
@@ -223,13 +254,13 @@ class _Queue:
     def _saves(self, number: int, user: int) -> float | None:
         """What a reader takes less time than now if it made a kernel's results itself; None if it cannot."""
         producer, consumer = self.kernels[number], self.kernels[user]
-        found = self._merged(number, producer, consumer)
+        found = self.merged(number, producer, consumer)
         if found is None:
             return None
         work, moved, _ = found
         return consumer.time_bytes - consumer.taking(work, moved)
 
-    def _merged(
+    def merged(
         self, number: int, producer: _Kernel, consumer: _Kernel
     ) -> tuple[float, float, dict[int, float]] | None:
         """Arithmetic and traffic of a kernel that takes another in, and what reading each of its operands takes."""
@@ -279,7 +310,7 @@ class _Queue:
 
     def _merge(self, number: int, producer: _Kernel, user: int) -> None:
         consumer = self.kernels[user]
-        found = self._merged(number, producer, consumer)
+        found = self.merged(number, producer, consumer)
         assert found is not None
         consumer.work, consumer.moved, cost = found
         taken, times, emitted = self._wanted(number, consumer)

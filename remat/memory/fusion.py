@@ -3,17 +3,16 @@
 A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is merged
 with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
 gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer if XLA's `priority_fusion`
-leaves it (`remat.core.priority_fusion`), and `multi_output_fusion` does not make one kernel of all that read it.
+leaves it (`remat.core.priority_fusion`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from remat.core.buffers import is_written, makes_operands
 from remat.core.kernel_work import CYCLE_BYTES, blocks_of, times_read
-from remat.core.priority_fusion import Program, written
+from remat.core.priority_fusion import Program, fuse
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.tables import OF_SEVERAL
 
@@ -39,8 +38,6 @@ class Fusion:
         self.kernels: list[frozenset[int]] = [frozenset()] * len(execution.nodes)
         self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
         self._results = set(execution.results)
-        self._count = [0] * len(execution.nodes)  # by kernel, the nodes in it
-        self._reach: list[int] | None = None
         self._inside, self._operands = self._taken_in()
         self._choose()
 
@@ -53,21 +50,18 @@ class Fusion:
             runs[number] = ends[number] or any(
                 runs[user] for user in self._others(number, nodes[number].outs)
             )
-        in_memory = written(self._program(runs), runs, ends)
+        self._fused = fuse(self._program(runs), runs, ends)
+        in_memory = self._fused.written
         for number in range(len(nodes) - 1, -1, -1):
             if not self.live[number]:
                 continue
             node = nodes[number]
-            if in_memory[number] and not ends[number] and self._is_read_by_one(number):
-                in_memory[number] = False
             if in_memory[number]:
                 self.kernels[number] = frozenset((number,))
                 for out in node.outs:
                     self.is_buffer[out] = True
             else:
                 self.kernels[number] = self._union(self._readers(node.outs))
-            for kernel in self.kernels[number]:
-                self._count[kernel] += 1
         for number, node in enumerate(nodes):
             if self.live[number] and not in_memory[number]:
                 read = sum(self.reads[index] for index in node.ins)
@@ -127,35 +121,6 @@ class Fusion:
         matmuls = self._inside.get(number, ())
         return [user for user in self._readers(outs) if user not in matmuls]
 
-    def _is_read_by_one(self, number: int) -> bool:
-        """Whether all that read a node are one kernel to XLA: of its size, independent, not all of one operator.
-
-        It merges them (`MultiOutputFusion::FuseSiblings`, which begins with a fusion), and then the node with them.
-        """
-        kernels = sorted(self._union(self._readers(self.execution.nodes[number].outs)))
-        size, nodes = self.size(number), self.execution.nodes
-        if any(self.size(kernel) != size or nodes[kernel].reduces for kernel in kernels):
-            return False
-        if len(kernels) < 2 or max(self._count[kernel] for kernel in kernels) < 2:
-            return False
-        reach = self._reachable()
-        return not any(
-            reach[first] >> second & 1 for first, second in itertools.combinations(kernels, 2)
-        )
-
-    def _reachable(self) -> list[int]:
-        """For every node the set, as bits, of the nodes that depend on it, itself included."""
-        if self._reach is None:
-            reach = [0] * len(self.execution.nodes)
-            for number in range(len(reach) - 1, -1, -1):
-                if self.live[number]:
-                    bits = 1 << number
-                    for user in self._readers(self.execution.nodes[number].outs):
-                        bits |= reach[user]
-                    reach[number] = bits
-            self._reach = reach
-        return self._reach
-
     def _program(self, runs: Sequence[bool]) -> Program:
         nodes, instances = self.execution.nodes, self.execution.instances
         readers = list(self.users)
@@ -203,6 +168,10 @@ class Fusion:
             if not other <= found:
                 found = other if found <= other else found | other
         return found
+
+    def pays(self, number: int, user: int) -> bool:
+        """Whether XLA would make one kernel of two that writes the results of both; see `Fused.pays`."""
+        return self._fused.pays(number, user)
 
     def size(self, number: int) -> int:
         """The number of elements a kernel walks over."""

@@ -1,7 +1,4 @@
-"""The kernels: what each reads and writes, what is copied for it alone, and which are merged into one.
-
-Element-wise kernels that read one array of their size and do not need each other are one kernel, which runs when
-the last of them could (XLA's `multi_output_fusion`).
+"""The kernels: what each reads and writes, and what is copied for it alone.
 
 What XLA:GPU makes of a convolution's operands: that of a transposed convolution is dilated in memory, unless its
 kernel is reversed. The gradient of its kernel reads copies of both operands; of the first it is all that is kept of
@@ -17,9 +14,9 @@ from dataclasses import dataclass, field
 from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution, Node
 from remat.memory.fusion import Fusion
-from remat.memory.tables import CONVOLUTION, FAR
+from remat.memory.tables import CONVOLUTION
 
-__all__ = ["Kernel", "dependent", "find_kernels", "merge_siblings", "tie_of", "written_over"]
+__all__ = ["Kernel", "dependent", "find_kernels", "tie_of", "written_over"]
 
 
 @dataclass(slots=True, eq=False)
@@ -137,49 +134,6 @@ def _is_turned(execution: Execution, node: Node) -> bool:
     source, kernel, result = (values[instances[i].value] for i in (*node.ins[:2], *node.outs))
     strided = sorted(source.shape)[:-1] != sorted(result.shape)[:-1]
     return strided or kernel.shape.count(1) < len(kernel.shape) - 2
-
-
-def merge_siblings(execution: Execution, fusion: Fusion, kernels: list[Kernel]) -> list[Kernel]:
-    """Returns the kernels with independent ones merged that read one array of the size they walk over.
-
-    XLA makes one kernel with several results of them. It runs when the last of them could, so what the first makes
-    and what is made from that comes later. Kernels that reduce rows are Triton's and stay apart.
-    """
-    instances = execution.instances
-    last: dict[int, Kernel] = {}  # by array, the last element-wise kernel that read it
-    order: list[Kernel] = []
-    place: dict[int, int] = {}
-    for kernel in kernels:
-        node = execution.nodes[kernel.node]
-        place[kernel.node] = len(order)
-        order.append(kernel)
-        if (
-            node.kind != "op"
-            or not node.fusible
-            or node.reduces
-            or not kernel.writes
-            or kernel.rows
-        ):
-            continue
-        size = fusion.size(kernel.node)
-        for root in sorted(root for root in kernel.reads if instances[root].elements == size):
-            other, last[root] = last.get(root), kernel
-            if other is None or fusion.size(other.node) != size:
-                continue
-            start, end = place[other.node], place[kernel.node]
-            if not 0 < end - start <= FAR:
-                continue
-            later = dependent(order[start : end + 1])
-            if later[-1:] == [kernel]:
-                continue
-            kernel.merge(other)
-            last.update((read, kernel) for read in other.reads if last.get(read) is other)
-            moved = {member.node for member in later}
-            rest = [member for member in order[start + 1 : end] if member.node not in moved]
-            order[start : end + 1] = [*rest, kernel, *later]
-            for index in range(start, len(order)):
-                place[order[index].node] = index
-    return order
 
 
 def dependent(kernels: list[Kernel]) -> list[Kernel]:

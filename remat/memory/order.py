@@ -1,16 +1,31 @@
-"""In which order XLA runs the kernels: that of the schedule, but for what it puts off and what it makes early.
+"""In which order XLA runs the kernels: of three orders the one that takes the least memory.
 
-It follows XLA's `hlo_memory_scheduler`. Put off, until everything else takes more memory, are gradients that are
-larger than what they are made from; in the backward loop of a `scan` all gradients that are stacked. So are the
-indices of a pool's largest, which could be made in the forward pass. Early is what is made from next to nothing
-(random bits, masks unpacked from bits): for all equal shapes in one kernel, as early as the first of them, since
-XLA merges these across the whole program. The zeros that loops stack into are made in one kernel for all of a type,
-too.
+It follows XLA's `hlo_memory_scheduler`, which compares (`DefaultMemoryScheduler`)
+
+- a list schedule: of all kernels whose operands are there, the next is the one that frees most beyond what it
+  writes (`ListScheduler`). A result is never freed, so that the gradient of a weight waits until everything else
+  takes more; in a loop's body it takes as much as the whole stack that it is written into. What is made of nothing
+  (zeros that a scatter writes over) can run at once, and does when everything else takes more;
+- a depth-first search from the results back that visits first what has most users above it
+  (`DFSMemoryScheduler`), and
+- one that visits operands as they stand (`PostOrderScheduler`).
+
+In which order a kernel has its operands is known but roughly, so the last is the least exact. Of two that take the
+same XLA takes the first.
+
+Early is what is made from next to nothing (random bits, masks unpacked from bits): for all equal shapes in one
+kernel, as early as the first of them, since XLA merges these across the whole program. The zeros that loops stack
+into are made in one kernel for all of a type, too.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from remat.memory.execution import Execution
 from remat.memory.fusion import Fusion
@@ -18,168 +33,204 @@ from remat.memory.kernels import Kernel, written_over
 from remat.memory.tables import SMALL_SHARE
 from remat.memory.zeros import ArrayKind, array_kind
 
-__all__ = ["made_early", "put_off"]
+__all__ = ["made_early", "orders"]
+
+_POINTER_BYTES = 8  # what a barrier makes: a pointer for everything that it ties
 
 
-def put_off(execution: Execution, kernels: list[Kernel]) -> list[list[Kernel]]:
-    """Returns the orders of kernels in which what takes more memory than it frees waits, if it can.
+def orders(execution: Execution, kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """Returns the orders among which XLA chooses, the one that it prefers of equal ones first.
 
-    XLA's list scheduler runs what frees most beyond what it writes, and a result is never freed. The gradient of
-    a weight that is larger than the activations it is made from is therefore computed late, when everything else
-    takes more memory, and until then its memory serves for temporaries. In a loop's body it counts the whole stack
-    that a gradient is written into, so there all gradients wait till the end. Where a pool's windows have their
-    largest is known in the forward pass already, and there it is found once everything else takes as much.
-
-    Of several orders XLA takes that of least memory (`DefaultMemoryScheduler`). Where it visits operators depth
-    first, from the results back, all such gradients come last: that is the second order here, if it is another.
+    Complexity: for the list schedule, of every buffer the square of the kernels that read it at most; the others
+    are linear in the kernels and what they read.
     """
-    first = _ListScheduler(execution, kernels)
-    orders = [first.order()]
-    if first.went_on:
-        orders.append(_ListScheduler(execution, kernels, till_the_end=True).order())
-    return orders
+    program = _program_of(execution, kernels)
+    found = (_list_schedule(program), _most_users_first(program), _as_they_stand(program))
+    return [[kernels[number] for number in order] for order in found]
 
 
-class _ListScheduler:
-    """Kernels in their order, of which some wait.
+@dataclass(frozen=True)
+class _Program:
+    """Kernels by number, as a scheduler sees them.
 
     Attributes:
-        till_the_end: whether gradients that wait do so till everything else has run.
-        went_on: whether some of them did not.
+        operands: by kernel, those whose results it needs, in the order of its operands.
+        users: by kernel, those that need it.
+        reads: by kernel, the buffers that it reads, without what is there in any case.
+        written: by kernel, the bytes of what it makes.
+        sizes: by buffer, its bytes.
+        kept: the buffers that are results, which nothing frees.
+        scalar: by kernel, whether it makes numbers only: these run at once.
+        ends: the kernels that make results, in the order of the results.
     """
 
-    def __init__(
-        self, execution: Execution, kernels: list[Kernel], *, till_the_end: bool = False
-    ) -> None:
-        self.till_the_end = till_the_end
-        self.went_on = False
-        self.kernels = kernels
-        self.size = [instance.nbytes for instance in execution.instances]
-        self.stacks = execution.stacks
-        read: set[int] = set().union(*(kernel.reads for kernel in kernels))
-        # Results that nothing reads: their kernels may wait.
-        self.final = {execution.instances[index].root for index in execution.results} - read
-        self.filled = self._filled(execution)
-        self.scatters = Counter(zeros.node for zeros in self.filled.values())
-        self.made: set[int] = set()  # zeros
-        self.sources = execution.sources.union(*(z.writes for z in self.filled.values()))
-        self.sums = self._sums(execution)
-        self.readers: dict[int, int] = {}  # of every buffer how many have not run yet
-        for kernel in kernels:
-            for root in kernel.reads - self.sources:
-                self.readers[root] = self.readers.get(root, 0) + 1
-        # By node, with what each can free at most beyond what it writes.
-        self.waiting: dict[int, tuple[int, Kernel]] = {}
-        self.pools = {k.node: k for k in kernels if execution.nodes[k.node].kind == "indices"}
-        self.needs = {node: set(kernel.after) for node, kernel in self.pools.items()}
-        self.ran: list[Kernel] = []
+    operands: list[list[int]]
+    users: list[list[int]]
+    reads: list[list[int]]
+    written: list[int]
+    sizes: dict[int, int]
+    kept: frozenset[int]
+    scalar: list[bool]
+    ends: list[int]
 
-    def order(self) -> list[Kernel]:
-        """Returns the kernels in the order in which they run."""
-        behind = {total.node for totals in self.sums.values() for total in totals}
-        behind.update(zeros.node for zeros in self.filled.values())
-        for kernel in self.kernels:
-            if kernel.node in behind:
-                continue
-            if kernel.node in self.pools:
-                waited = self.waiting.pop(kernel.node, None)
-                if waited or self.needs.pop(kernel.node, None) is not None:
-                    self._run(kernel)  # it did not run before
-                continue
-            writes = self._writes(kernel)
-            if writes and self.final.issuperset(writes):
-                best = self._gain_at_most(kernel)
-                if best < 0 or self.stacks:
-                    self.waiting[kernel.node] = best, kernel
-                    continue
-            if self.waiting and not self.stacks:
-                self._run_what_takes_less(kernel)
-            self._run(kernel)
-        for _, kernel in self.waiting.values():
-            self.ran += [*self._before(kernel), kernel, *self.sums.get(kernel.node, ())]
-        return self.ran
 
-    def _filled(self, execution: Execution) -> dict[int, Kernel]:
-        """By scatter that makes gradients alone: the kernel of the zeros that such scatters are written over.
+def _program_of(execution: Execution, kernels: Sequence[Kernel]) -> _Program:
+    instances = execution.instances
+    kept = frozenset(instances[index].root for index in execution.results)
+    shared = Counter(written_over(execution, kernels, kept).values())
+    # What a loop's body hands on lies in a stack, and counts as all of it.
+    times = execution.graph.multiplicity if execution.stacks else 1
 
-        Each is written over zeros of its own, all made by one kernel (XLA merges it across the program). That takes
-        what all the gradients take, so that XLA runs it last, just before the scatters.
-        """
-        if execution.stacks:
-            return {}
-        made = {out: kernel for kernel in self.kernels for out in kernel.writes}
-        over = written_over(execution, self.kernels, self.final)
-        return {node: made[target] for node, target in over.items() if not made[target].reads}
+    def bytes_of(root: int) -> int:
+        return instances[root].nbytes * max(1, shared[root]) * (times if root in kept else 1)
 
-    def _before(self, kernel: Kernel) -> list[Kernel]:
-        """What runs just before a kernel: the zeros that it is the first to be written over."""
-        zeros = self.filled.get(kernel.node)
-        if zeros is None or zeros.node in self.made:
-            return []
-        self.made.add(zeros.node)
-        return [zeros]
+    def written(kernel: Kernel) -> int:
+        if execution.nodes[kernel.node].kind == "barrier":
+            return _POINTER_BYTES * len(kernel.reads)
+        return sum(map(bytes_of, kernel.writes))
 
-    def _sums(self, execution: Execution) -> dict[int, list[Kernel]]:
-        """By matmul that is split and makes only gradients: the kernels that add its parts, run behind it."""
-        by_node = {kernel.node: kernel for kernel in self.kernels}
-        found: dict[int, list[Kernel]] = {}
-        for kernel in self.kernels:
-            parts = [n for n in (kernel.node, *kernel.merged) if n in execution.sums]
-            totals = [by_node.get(execution.sums[number]) for number in parts]
-            read = [total for total in totals if total and self.final.issuperset(total.writes)]
-            if parts and len(read) == len(kernel.writes):
-                found[kernel.node] = read
-        return found
+    operands = _operands(execution, kernels)
+    users: list[list[int]] = [[] for _ in kernels]
+    for number, read in enumerate(operands):
+        for other in read:
+            users[other].append(number)
+    maker = {root: number for number, kernel in enumerate(kernels) for root in kernel.writes}
+    roots = (instances[index].root for index in execution.results)
+    reads = [[root for root in k.reads if root not in execution.sources] for k in kernels]
+    return _Program(
+        operands=operands,
+        users=users,
+        reads=reads,
+        written=[written(kernel) for kernel in kernels],
+        sizes={root: bytes_of(root) for read in reads for root in read},
+        kept=kept,
+        scalar=[
+            bool(k.writes) and all(instances[root].elements <= 1 for root in k.writes)
+            for k in kernels
+        ],
+        ends=list(dict.fromkeys(maker[root] for root in roots if root in maker)),
+    )
 
-    def _writes(self, kernel: Kernel) -> list[int]:
-        """What is left of what a kernel writes; of parts their sum."""
-        totals = self.sums.get(kernel.node)
-        return kernel.writes if totals is None else [w for total in totals for w in total.writes]
 
-    def _run_what_takes_less(self, kernel: Kernel) -> None:
-        """Runs what waits and takes less memory than a kernel; of pools also what takes as much."""
-        own = self._gain(kernel)
-        if own >= 0:
-            return
-        ready = [
-            k
-            for best, k in self.waiting.values()
-            if best >= own and self._gain(k) >= own + (k.node not in self.pools)
-            if k.node in self.pools or not self.till_the_end
-        ]
-        self.went_on = self.went_on or any(other.node not in self.pools for other in ready)
-        for other in ready:
-            del self.waiting[other.node]
-        for other in ready:
-            self._run(other)
+def _operands(execution: Execution, kernels: Sequence[Kernel]) -> list[list[int]]:
+    """By kernel, the kernels whose results it reads, in the order in which XLA has its operands.
 
-    def _gain(self, kernel: Kernel) -> int:
-        """Bytes that a kernel frees if it runs now, beyond what it writes."""
-        freed = sum(self.size[root] for root in kernel.reads if self.readers.get(root) == 1)
-        return freed - self._written(kernel)
+    What is merged into a kernel leaves its place, and its own operands come last: breadth first from the kernel's
+    last operators.
+    """
+    nodes, instances = execution.nodes, execution.instances
+    home = {node: number for number, k in enumerate(kernels) for node in (k.node, *k.merged)}
+    found: list[list[int]] = []
+    for number, kernel in enumerate(kernels):
+        order: dict[int, None] = {}
+        for last in (kernel.node, *kernel.merged):
+            queue, seen = [last], {last}
+            for node in queue:
+                for producer in (instances[index].producer for index in nodes[node].ins):
+                    if producer in kernel.after:
+                        order.setdefault(producer)
+                    elif producer >= 0 and producer not in home and producer not in seen:
+                        seen.add(producer)
+                        queue.append(producer)
+        order.update(dict.fromkeys(sorted(kernel.after)))
+        read = dict.fromkeys(home[producer] for producer in order if producer in home)
+        found.append([other for other in read if other != number])
+    return found
 
-    def _gain_at_most(self, kernel: Kernel) -> int:
-        freed = sum(self.size[root] for root in kernel.reads - self.sources)
-        return freed - self._written(kernel)
 
-    def _written(self, kernel: Kernel) -> int:
-        zeros = self.filled.get(kernel.node)
-        if zeros is None:
-            return sum(self.size[root] for root in self._writes(kernel))
-        is_made = zeros.node in self.made
-        return 0 if is_made else self.scatters[zeros.node] * self.size[zeros.writes[0]]
+def _list_schedule(program: _Program) -> list[int]:
+    """The kernels, each time the one that frees most; of equal ones that with most users, then the latest ready."""
+    waiting = [len(read) for read in program.operands]
+    readers: dict[int, list[int]] = {}
+    for number, read in enumerate(program.reads):
+        for root in read:
+            readers.setdefault(root, []).append(number)
+    left = {root: len(found) + (root in program.kept) for root, found in readers.items()}
 
-    def _run(self, kernel: Kernel) -> None:
-        self.ran += [*self._before(kernel), kernel]
-        for root in kernel.reads - self.sources:
-            self.readers[root] -= 1
-        for node in list(self.needs):
-            self.needs[node].difference_update((kernel.node, *kernel.merged))
-            if not self.needs[node]:
-                del self.needs[node]
-                self.waiting[node] = self._gain_at_most(self.pools[node]), self.pools[node]
-        for total in self.sums.get(kernel.node, ()):
-            self._run(total)
+    def gain(number: int) -> float:
+        if program.scalar[number]:
+            return math.inf
+        freed = sum(program.sizes[root] for root in program.reads[number] if left[root] == 1)
+        return freed - program.written[number]
+
+    heap: list[tuple[float, int, int, int]] = []
+    ready: dict[int, tuple[float, int, int, int]] = {}
+
+    turns = itertools.count()
+
+    def push(number: int) -> None:
+        ready[number] = (-gain(number), -len(program.users[number]), -next(turns), number)
+        heapq.heappush(heap, ready[number])
+
+    for number, count in enumerate(waiting):
+        if not count:
+            push(number)
+    order: list[int] = []
+    while heap:
+        entry = heapq.heappop(heap)
+        number = entry[3]
+        if ready.get(number) != entry:
+            continue  # it is in the heap again, with what it frees now
+        del ready[number]
+        order.append(number)
+        last = [root for root in program.reads[number] if left[root] == 2]
+        for root in program.reads[number]:
+            left[root] -= 1
+        for user in program.users[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                push(user)
+        for other in {reader for root in last for reader in readers[root]} & ready.keys():
+            if ready[other][0] != -gain(other):
+                push(other)
+    return order
+
+
+def _most_users_first(program: _Program) -> list[int]:
+    """Depth first from the results, what has most users above it first, then what took most memory to make.
+
+    Both are sums over all paths, so of deep programs they reach their bounds: then what is made last comes first.
+    """
+    count = len(program.operands)
+    ends = set(program.ends)
+    others, taken = [0] * count, [0] * count
+    total = 0
+    for number in _as_they_stand(program):
+        read = program.operands[number]
+        users = len(program.users[number]) + (number in ends)
+        total += program.written[number]
+        others[number] = min(count, max(0, users - 1) + sum(others[other] for other in read))
+        taken[number] = min(total, program.written[number] + sum(taken[other] for other in read))
+    return _search(program, lambda number: (-others[number], -taken[number], number))
+
+
+def _as_they_stand(program: _Program) -> list[int]:
+    """Depth first from the results, operands in their order."""
+    return _search(program, None)
+
+
+def _search(program: _Program, key: Callable[[int], tuple[int, ...]] | None) -> list[int]:
+    """The kernels, each behind its operands, from the results on; operands by a key, or as they stand."""
+
+    def sort(numbers: list[int]) -> list[int]:
+        return numbers if key is None else sorted(numbers, key=key)
+
+    order: list[int] = []
+    entered = [False] * len(program.operands)
+    done = [False] * len(program.operands)
+    rest = [number for number, users in enumerate(program.users) if not users]
+    stack = [*reversed([*sort(program.ends), *rest])]
+    while stack:
+        number = stack[-1]
+        if done[number] or entered[number]:
+            stack.pop()
+            if not done[number]:
+                done[number] = True
+                order.append(number)
+            continue
+        entered[number] = True
+        stack += [n for n in reversed(sort(program.operands[number])) if not entered[n]]
+    return order
 
 
 def made_early(execution: Execution, fusion: Fusion) -> dict[int, int]:

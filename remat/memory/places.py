@@ -154,10 +154,13 @@ def _cut_out(execution: Execution, order: Sequence[Kernel]) -> set[int]:
     }
 
 
-def held_bytes(layout: Layout) -> int:
-    """What temporaries and results take at most, each in memory of its own: by this XLA compares orders."""
-    change = _changes((*layout.ranges, *layout.results), len(layout.order))
-    return max(itertools.accumulate(change))
+def held_bytes(execution: Execution, layout: Layout) -> int:
+    """What temporaries and results take at most, none in another: by this XLA compares orders (`HeapSimulator`)."""
+    ranges = [*layout.ranges, *layout.results]
+    change = _changes(ranges, len(layout.order))
+    _count_once(change, _overwritten(execution, layout.order, ranges))
+    held = zip(itertools.accumulate(change), layout.order, strict=False)
+    return max((total + _working_bytes(execution, kernel) for total, kernel in held), default=0)
 
 
 def occupy(execution: Execution, layout: Layout) -> Occupancy:
@@ -166,20 +169,17 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
     places = set() if execution.in_loop else _in_results(execution, layout)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = _changes(outside, len(order))
-    for found in _overwritten(execution, order, outside):
-        change[found.start] -= found.nbytes
-        change[found.start + 1] += found.nbytes
+    _count_once(change, _overwritten(execution, order, outside))
     peak, at, alive = 0, -1, 0
     in_loops = elsewhere = 0
     totals: list[int] = []
     for position, kernel in enumerate(order):
         alive += change[position]
-        working = execution.nodes[kernel.node].working
-        total = alive + (working.peak_bytes if working else 0)
+        total = alive + _working_bytes(execution, kernel)
         totals.append(total)
         if total > peak:
             peak, at = total, position
-        if working:
+        if execution.nodes[kernel.node].working:
             in_loops = max(in_loops, total)
         else:
             elsewhere = max(elsewhere, total)
@@ -213,10 +213,7 @@ def occupy_by(
     parts: list[list[int]] = []
     for number in range(groups):
         change = _changes((r for r in outside if group(r) == number), len(order))
-        for found in overwritten:
-            if group(found) == number:
-                change[found.start] -= found.nbytes
-                change[found.start + 1] += found.nbytes
+        _count_once(change, (r for r in overwritten if group(r) == number))
         parts.append(list(itertools.accumulate(change[: len(order)])))
     return parts
 
@@ -228,6 +225,19 @@ def _changes(ranges: Iterable[Range], length: int) -> list[int]:
         change[found.start] += found.nbytes
         change[found.end + 1] -= found.nbytes
     return change
+
+
+def _count_once(change: list[int], overwriting: Iterable[Range]) -> None:
+    """Takes what kernels write into an operand off where they begin, as it lies where that does."""
+    for found in overwriting:
+        change[found.start] -= found.nbytes
+        change[found.start + 1] += found.nbytes
+
+
+def _working_bytes(execution: Execution, kernel: Kernel) -> int:
+    """What one iteration of a loop needs, 0 for other kernels."""
+    working = execution.nodes[kernel.node].working
+    return working.peak_bytes if working else 0
 
 
 def _in_results(execution: Execution, layout: Layout) -> set[int]:

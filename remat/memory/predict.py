@@ -6,7 +6,8 @@ of XLA:GPU that decide about memory, without compiling. Each has a module, which
 1. `instances`: what runs and what runs again, as nodes and instances of values (`execution`); `identities`:
    what is not new; `zeros`. `bodies`: the same for one iteration of a loop.
 2. `fusion`: which instances are buffers.
-3. `kernels`: what runs as one, and what is copied for it; `matmuls`: those that are multiplied as one.
+3. `kernels`: what runs as one, and what is copied for it; `matmuls`: those that are multiplied as one; `merging`:
+   kernels that are one.
 4. `order`: in which order.
 5. `places`: what lies where, and for how long; so how many bytes are alive when.
 
@@ -33,9 +34,10 @@ from remat.memory.bodies import body_executions
 from remat.memory.execution import Alive, Buffer, Execution, Instance, Node, Prediction, Working
 from remat.memory.fusion import Fusion
 from remat.memory.instances import execution_of
-from remat.memory.kernels import Kernel, find_kernels, merge_siblings
+from remat.memory.kernels import Kernel, find_kernels
 from remat.memory.matmuls import join_matmuls, merged_matmuls
-from remat.memory.order import made_early, put_off
+from remat.memory.merging import merge_kernels
+from remat.memory.order import made_early, orders
 from remat.memory.places import Layout, held_bytes, lay_out, occupy
 from remat.memory.rows import mark_row_kernels
 from remat.memory.zeros import is_constant
@@ -141,10 +143,10 @@ def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
     fusion = Fusion(execution)
     kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)
     mark_row_kernels(execution, fusion, kernels)
-    kernels = merge_siblings(execution, fusion, kernels)
+    kernels = merge_kernels(execution, fusion, kernels)
     early = made_early(execution, fusion)
-    layouts = [lay_out(execution, order, early) for order in put_off(execution, kernels)]
-    return kernels, min(layouts, key=held_bytes)
+    layouts = [lay_out(execution, order, early) for order in orders(execution, kernels)]
+    return kernels, min(layouts, key=partial(held_bytes, execution))
 
 
 def executed(graph: Graph, schedule: Schedule | None, loops: Sequence[LoopRecord]) -> Execution:
