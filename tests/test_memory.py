@@ -485,7 +485,7 @@ def test_operands_in_another_order_make_another_operator_only_if_it_matters(
 ) -> None:
     builder = GraphBuilder()
     a, b = builder.input(), builder.input()
-    pair = [builder.op(name, read, kind="POINTWISE", source="f.py:1") for read in ((a, b), (b, a))]
+    pair = [builder.op(name, read, kind="POINTWISE", setting="-") for read in ((a, b), (b, a))]
     assert names_run(builder, pair) == [name] * runs
 
 
@@ -494,8 +494,7 @@ def test_a_sum_of_what_is_negated_is_negated_behind_the_sum() -> None:
     x = builder.input((64, 8))
     negative = builder.op("neg", [x], (64, 8), kind="POINTWISE")
     sums = [
-        builder.op("reduce_sum", [v], (64,), kind="REDUCTION", source="f.py:1")
-        for v in (x, negative)
+        builder.op("reduce_sum", [v], (64,), kind="REDUCTION", setting="-") for v in (x, negative)
     ]
     assert names_run(builder, sums) == ["neg", "reduce_sum", "neg"]  # of both the same sum
     assert buffers(builder.build(sums, []))[negative] == 0
@@ -589,7 +588,9 @@ def test_a_kernel_merges_with_one_per_array_that_it_reads() -> None:
     builder = GraphBuilder()
     a, b, c = (builder.input() for _ in range(3))
     results = [builder.op("tanh", [b]), builder.op("mul", [a, c])]
-    results.append(builder.op("add", [builder.op("exp", [a]), b, c]))  # a fusion, which XLA begins with
+    results.append(
+        builder.op("add", [builder.op("exp", [a]), b, c])
+    )  # a fusion, which XLA begins with
     execution = execution_of(builder.build(results, []), None, {})
     fusion = Fusion(execution)
     (kernel,) = merge_kernels(execution, fusion, find_kernels(execution, fusion))

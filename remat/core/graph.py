@@ -102,6 +102,8 @@ class Op:
         cycles: clock cycles that XLA counts for an element of the result; 0 where the name tells.
         axes: of a reduction, the dimensions that it reduces.
         blocks: of a reduction, the blocks of threads that XLA makes it with; 0 for enough to occupy a device.
+        setting: a digest of its parameters and literals: with the same operands and setting two operators of one
+            name compute the same. Empty where that is not known. Not part of equality.
     """
 
     id: int
@@ -131,6 +133,7 @@ class Op:
     cycles: int = 0
     axes: tuple[int, ...] = ()
     blocks: int = 0
+    setting: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from remat.core.graph import Graph, Op, Value
-from remat.memory.tables import COMPARED, CONVOLUTION, DETERMINED, PICKS, SAME_BUFFER
+from remat.memory.tables import CONVOLUTION, DETERMINED, SAME_BUFFER
 
 __all__ = ["moves_nothing", "signature"]
 
@@ -13,22 +13,16 @@ __all__ = ["moves_nothing", "signature"]
 def signature(graph: Graph, op: Op) -> Hashable:
     """Equal for operators that compute the same of the same operands, as far as the graph tells.
 
-    It does not tell parameters and literals. Operators from one line of the user's code with results of one
-    type are taken to have the same, unless they pick parts of an array, several of which one line may, or are
-    matmuls of the backward pass: the two gradients of the product of an array with itself read the same.
+    Where it does not tell an operator's parameters and literals, those that the result's type has are enough.
     """
     if len(op.outputs) != 1 or op.effectful or not (op.recomputable or op.decision):
-        return op.id
-    if op.heavy and op.phase == "backward":
         return op.id
     result = graph.values[op.outputs[0]]
     if op.name in DETERMINED and len(op.inputs) == 1:
         return op.name, result.dtype
     if op.name == "concatenate":  # along the dimension in which the result is longer
         return op.name, result.shape
-    if op.name in PICKS or op.kind not in COMPARED or not op.source:
-        return op.id
-    return op.name, result.dtype, result.shape, op.axes, op.source
+    return (op.name, result.dtype, result.shape, op.setting) if op.setting else op.id
 
 
 def moves_nothing(graph: Graph, op: Op, *, in_loop: bool) -> bool:

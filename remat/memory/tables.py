@@ -10,7 +10,6 @@ from remat.core.primitives import Trait, primitives_with
 __all__ = [
     "CODE_CYCLES",
     "COMMUTATIVE",
-    "COMPARED",
     "COMPUTED_BYTES",
     "CONVOLUTION",
     "DETERMINED",
@@ -22,7 +21,6 @@ __all__ = [
     "MOST_PIECES",
     "OF_SEVERAL",
     "PARTED",
-    "PICKS",
     "PIECE",
     "POOL_GRADIENT",
     "SAME_BUFFER",
@@ -40,14 +38,10 @@ POOL_GRADIENT = "select_and_scatter_add"
 SAME_BUFFER = primitives_with(Trait.SAME_BUFFER)
 # Operators of one operand that their result type describes: two on one operand are one.
 DETERMINED = primitives_with(Trait.DETERMINED)
-# Operators that take a part of an array which their result type does not tell.
-PICKS = frozenset({"slice", "split", "pad"})
 # Operators that return the parts of an array, each a slice of its own to XLA.
 PARTED = frozenset({"split", "unstack"})
 # Operators of two operands in any order (`HloOpcodeIsBinaryCommutative`): XLA merges two that differ in it.
 COMMUTATIVE = frozenset({"add", "add_any", "and", "max", "min", "mul", "or", "xor"})
-# Kinds of operators of which two from one line of the user's code, on the same operands, are taken to be one.
-COMPARED = frozenset({"POINTWISE", "VIEW", "REDUCTION", "HEAVY"})
 # Operators that write into their operand's buffer although they do not fuse.
 IN_PLACE = primitives_with(Trait.IN_PLACE)
 # To XLA operators of several arrays: numbers beside one are arrays, too, and a power is a product of its operand.

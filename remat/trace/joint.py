@@ -8,6 +8,7 @@ one (by `jax.vjp` under `jax.make_jaxpr`, public API alone) and returns the join
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -366,7 +367,22 @@ def _op_of(program: Program, index: int, equation: Equation, phase: Any) -> Op:
         source=compat.source_of(eqn) or (compat.source_of(site) if site is not None else ""),
         **traits_of(eqn),
         loop=loop[-1] if loop else None,
+        setting=_setting(equation),
     )
+
+
+def _setting(equation: Equation) -> str:
+    """A digest of what an operator computes besides its operands; empty for loops and calls."""
+    eqn = equation.source
+    if compat.sub_jaxprs(eqn):
+        return ""
+    literals = {
+        place: (type(atom.value).__name__, repr(atom.value))
+        for place, atom in enumerate(equation.inputs)
+        if not isinstance(atom, int)
+    }
+    text = repr((sorted(eqn.params.items()), literals))
+    return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
 
 def _room_cost(eqn: Any, cost: OpCost) -> tuple[int, int]:
