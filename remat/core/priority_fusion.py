@@ -69,24 +69,48 @@ class Fused:
         self._queue = queue
         self.written = [number in queue.kernels for number in range(len(queue.program.outs))]
 
-    def pays(self, number: int, user: int) -> bool:
+    def pays(self, number: int, users: Sequence[int]) -> bool:
         """Whether one kernel that writes the results of two takes no longer than both.
 
         XLA asks before it merges a kernel with one of several that read it (`ProducerCandidateIsFusible`).
 
         Args:
             number: the last operator of a kernel.
-            user: that of a kernel that reads its results.
+            users: those of a kernel that reads its results, several if it is merged of several.
         """
-        kernels, program = self._queue.kernels, self._queue.program
-        producer, consumer = kernels[number], kernels[user]
-        found = self._queue.merged(number, producer, consumer)
+        queue, program = self._queue, self._queue.program
+        producer, consumer = queue.kernels[number], self._as_one(users)
+        found = queue.merged(number, producer, consumer)
         if found is None:
             return False
         work, moved, _ = found
         moved += sum(program.nbytes[out] for out in program.outs[number])
         apart = LAUNCH_BYTES + producer.time_bytes + consumer.time_bytes
         return consumer.taking(work, moved) <= apart
+
+    def _as_one(self, numbers: Sequence[int]) -> _Kernel:
+        """Kernels that walk over the same elements, as one: what several read is read once."""
+        program = self._queue.program
+        first, *others = (self._queue.kernels[number] for number in numbers)
+        if not others:
+            return first
+        kernel = _Kernel(first.work, 0.0, first.blocks)
+        kernel.reads, kernel.places = dict(first.reads), dict(first.places)
+        for other in others:
+            kernel.work += other.work
+            kernel.instructions += other.instructions
+            for value, places in other.reads.items():
+                kernel.reads[value] = kernel.reads.get(value, places) | places
+            for place, (times, emitted) in other.places.items():
+                if place != -1:
+                    often, code = kernel.places.get(place, (0.0, 0))
+                    kernel.places[place] = often + times, code + emitted
+        for value, places in kernel.reads.items():
+            times = sum(kernel.places[place][0] for place in places)
+            kernel.cost[value] = read_bytes(program.nbytes[value], times, kernel.blocks)
+        written = sum(program.nbytes[out] for number in numbers for out in program.outs[number])
+        kernel.moved = written + sum(kernel.cost.values())
+        return kernel
 
 
 def fuse(

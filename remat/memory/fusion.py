@@ -169,9 +169,9 @@ class Fusion:
                 found = other if found <= other else found | other
         return found
 
-    def pays(self, number: int, user: int) -> bool:
+    def pays(self, number: int, users: Sequence[int]) -> bool:
         """Whether XLA would make one kernel of two that writes the results of both; see `Fused.pays`."""
-        return self._fused.pays(number, user)
+        return self._fused.pays(number, users)
 
     def size(self, number: int) -> int:
         """The number of elements a kernel walks over."""

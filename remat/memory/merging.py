@@ -137,7 +137,7 @@ class _Merger:
             later = self._between(kernel, user) if self._takes(user) else None
             if later is None or not self._suit(kernel, user):
                 continue
-            if self._is_free(user, None, later) and self._pays(kernel, user, made):
+            if self._is_free(user, None, later) and self._pays(kernel, user):
                 best = user, later
         if best is None:
             return
@@ -178,13 +178,9 @@ class _Merger:
         needed = [*others, of] if of is not None else others
         return all(kernel.after.isdisjoint((k.node, *k.merged)) for k in needed)
 
-    def _pays(self, kernel: Kernel, user: Kernel, made: int) -> bool:
+    def _pays(self, kernel: Kernel, user: Kernel) -> bool:
         """Whether a kernel and one that reads what it made take no less time apart."""
-        return all(
-            self.fusion.pays(kernel.node, last)
-            for last in (user.node, *user.merged)
-            if any(made in self.nodes[n].ins for n in self.members.get(last, (last,)))
-        )
+        return self.fusion.pays(kernel.node, [user.node, *user.merged])
 
     def _numbers(self, kernel: Kernel) -> Iterator[int]:
         """The nodes that a kernel computes."""
