@@ -14,9 +14,9 @@ import pytest
 
 import remat
 from models import cases, mlp
-from remat.memory.contents import KINDS, contents
 from remat.memory.predict import predict
 from remat.pictures.by_layer import Layer, by_layer, fewer
+from remat.pictures.contents import KINDS, contents
 from remat.pictures.curves import curves
 from remat.pictures.style import DARK, LIGHT
 from remat.plans.plan import Plan

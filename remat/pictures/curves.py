@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.memory.contents import KINDS, Contents, contents
+from remat.pictures.contents import KINDS, Contents, contents
 from remat.plans.record import PlanRecord
 
 __all__ = ["BEYOND", "Curve", "curves"]
@@ -20,7 +20,7 @@ class Curve:
 
     Attributes:
         nbytes: while each kernel runs, in the order in which they do, bytes of each of
-            `remat.memory.contents.KINDS`.
+            `remat.pictures.contents.KINDS`.
         turn: the place of the first kernel of the backward pass.
         peak_bytes: as the plan has it. A policy that plans within a budget may count more than the kernels show.
         peak: the place where most is alive.

@@ -65,7 +65,7 @@ class Palette:
 
     Attributes:
         paper, ink, muted, grid: the background, what is written, what is written less loudly, and lines behind.
-        kept, encoded, recomputed, gradients, loop, other: the kinds of `remat.memory.contents.KINDS`.
+        kept, encoded, recomputed, gradients, loop, other: the kinds of `remat.pictures.contents.KINDS`.
         baseline: no rematerialization; `theirs`: jax's policies. Those of remat are drawn in the colour of `kept`.
         on_recomputed: what is written on `recomputed`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from remat.memory.contents import KINDS
+from remat.pictures.contents import KINDS
 from remat.pictures.curves import BEYOND, Curve, curves
 from remat.pictures.style import Draw, Palette, axes_in, byte_scale, figure_of, printable
 from remat.plans.record import PlanRecord
@@ -26,7 +26,7 @@ KIND_NAMES = {
     "other": "other",
     BEYOND: "counted by the policy",
 }
-"""What the kinds of `remat.memory.contents` are called in pictures and tables."""
+"""What the kinds of `remat.pictures.contents` are called in pictures and tables."""
 
 _MOST_PLACES = 300  # of a panel about 300 pixels wide
 
