@@ -33,24 +33,25 @@ def merge_kernels(execution: Execution, fusion: Fusion, kernels: list[Kernel]) -
     """
     merger = _Merger(execution, fusion, kernels)
     merger.run()
-    return merger.order
+    return merger.kernels()
 
 
 class _Merger:
     """Kernels in an order in which they may run, of which some become one.
 
     Attributes:
-        order: the kernels; `place`: by node, where they stand.
+        place: by node of a kernel, where it stands.
         members: by node that is a kernel, the nodes that it computes.
         operands: by node of a kernel, the instances that it reads: what a barrier lets through is another than what
             it ties.
         users: by instance, the kernels that read it.
+        in_matmuls: the nodes that a matmul's own kernel computes; `cut`: instances of which parts are read.
     """
 
     def __init__(self, execution: Execution, fusion: Fusion, kernels: list[Kernel]) -> None:
         self.execution, self.fusion = execution, fusion
         self.nodes, self.instances = execution.nodes, execution.instances
-        self.order = list(kernels)
+        self._slots: list[Kernel | None] = list(kernels)
         self.place = {kernel.node: place for place, kernel in enumerate(kernels)}
         self.results = set(execution.results)
         self.members: dict[int, list[int]] = {}
@@ -69,6 +70,7 @@ class _Merger:
             for index in read:
                 self.users.setdefault(index, []).append(kernel)
         self.in_matmuls = set(self._in_matmuls())
+        self.cut = {index for node in self.nodes if node.name in _PARTS for index in node.ins}
 
     def run(self) -> None:
         """Merges what can be, array by array from the last on."""
@@ -78,12 +80,16 @@ class _Merger:
             if maker is not None and maker.node in self.place:
                 self._merge_into_a_reader(maker)
 
+    def kernels(self) -> list[Kernel]:
+        """Returns what is left, in an order in which it may run."""
+        return [kernel for kernel in self._slots if kernel is not None]
+
     def _from_the_last(self) -> list[tuple[int, Kernel | None]]:
         """The arrays with the kernel that makes each, from the last on.
 
         Those that no kernel makes come where their first reader stands, before it.
         """
-        maker = {index: kernel for kernel in self.order for index in kernel.writes}
+        maker = {index: kernel for kernel in self.kernels() for index in kernel.writes}
 
         def turn(index: int) -> tuple[int, bool, int]:
             kernel = maker.get(index)
@@ -162,16 +168,20 @@ class _Merger:
             if second not in users:
                 users.append(second)
         moved = {kernel.node for kernel in later}
-        rest = [kernel for kernel in self.order[start + 1 : end] if kernel.node not in moved]
-        self.order[start : end + 1] = [*rest, second, *later]
+        rest = [k for k in self._slots[start + 1 : end] if k is None or k.node not in moved]
         del self.place[first.node]
-        for place in range(start, len(self.order)):
-            self.place[self.order[place].node] = place
+        self._slots[start : end + 1] = [None, *rest, second, *later]
+        for place in range(start, end + 1):
+            kernel = self._slots[place]
+            if kernel is not None:
+                self.place[kernel.node] = place
 
     def _between(self, first: Kernel, second: Kernel) -> list[Kernel] | None:
         """The kernels before the second that need the first; None if they stand too far apart to look."""
         start, end = self.place[first.node], self.place[second.node]
-        return dependent(self.order[start:end]) if end - start <= FAR else None
+        if end - start > FAR:
+            return None
+        return dependent([kernel for kernel in self._slots[start:end] if kernel is not None])
 
     def _is_free(self, kernel: Kernel, of: Kernel | None, others: list[Kernel]) -> bool:
         """Whether a kernel needs none of some others, nor one more."""
@@ -240,6 +250,8 @@ class _Merger:
 
         The graph does not tell where a slice begins, so parts that could lie side by side are taken to.
         """
+        if index not in self.cut:
+            return False
         first, second, whole = self._part(one, index), self._part(two, index), self._shape(index)
         if first is None or second is None:
             return False
