@@ -130,13 +130,22 @@ def recommender(fields: int, bags: int) -> tuple[Any, tuple[Any, ...]]:
     return loss, (params, shape(batch, fields, bags, dtype="int32"), shape(batch))
 
 
-def recommender_of_one_table(bags: int) -> tuple[Any, tuple[Any, ...]]:
-    """One array of tables, each with its own indices; dense features are looked up nowhere, and joined as a row."""
+def recommender_of_one_table(bags: int, sliced: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """One array of tables, each with its own indices; dense features are looked up nowhere, and joined as a row.
+
+    Args:
+        bags: rows of each table that are averaged.
+        sliced: whether tables are cut out one by one.
+    """
     fields, width, rows, batch = 16, 64, 20_000, 8192
     first, second = jnp.tril_indices(fields + 1, -1)
 
     def loss(params: Any, dense: jax.Array, where: jax.Array, y: jax.Array) -> jax.Array:
-        found = jax.vmap(lambda table, i: table[i], (0, 1), 1)(params["tables"], where).mean(2)
+        tables = params["tables"]
+        if sliced:
+            found = jnp.stack([tables[t][where[:, t]] for t in range(fields)], 1).mean(2)
+        else:
+            found = jax.vmap(lambda table, i: table[i], (0, 1), 1)(tables, where).mean(2)
         dense = jax.nn.relu(dense @ params["bottom"])
         joined = jnp.concatenate([dense[:, None], found], 1)
         pairs = jnp.einsum("bfd,bgd->bfg", joined, joined)[:, first, second]

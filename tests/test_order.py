@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from random_graphs import GraphBuilder, graphs, laws
+from test_memory_rules import perceptron, recommender_of_one_table, shape
 
 import remat
 from remat.core.graph import Graph
@@ -200,51 +200,6 @@ def test_a_kernel_is_merged_with_one_of_those_that_read_it_and_writes_its_result
 pinned = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA differs")
 
 
-def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def lookups(tables: str) -> tuple[Any, tuple[Any, ...]]:
-    """Products of all pairs of what is looked up: their gradient is scattered into zeros amid the backward pass."""
-    fields, width, rows, batch = 8, 64, 50_000, 16_384
-    first, second = jnp.tril_indices(fields + 1, -1)
-
-    def loss(params: Any, dense: jax.Array, where: jax.Array, y: jax.Array) -> jax.Array:
-        if tables == "each":
-            found = [jnp.take(params["tables"][t], where[:, t], axis=0) for t in range(fields)]
-        else:
-            found = [*jax.vmap(lambda table, i: table[i], (0, 1))(params["tables"], where)]
-        dense = jax.nn.relu(dense @ params["bottom"])
-        joined = jnp.stack([dense, *found], 1)
-        pairs = jnp.einsum("bfd,bgd->bfg", joined, joined)[:, first, second]
-        x = jnp.concatenate([dense, pairs], 1)
-        for weight in params["layers"]:
-            x = jax.nn.relu(x @ weight)
-        return jnp.mean((x.sum(1) - y) ** 2)
-
-    sizes = (len(first) + width, 768, 1024, 256)
-    params = {
-        "bottom": shape(16, width),
-        "layers": [shape(a, b) for a, b in itertools.pairwise(sizes)],
-        "tables": shape(fields, rows, width),
-    }
-    return loss, (params, shape(batch, 16), shape(batch, fields, dtype="int32"), shape(batch))
-
-
-def sines() -> tuple[Any, tuple[Any, ...]]:
-    """A perceptron of sines: the cosine is read by a product and by the gradient of a bias."""
-    sizes = (64, 256, 256, 256, 3)
-
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        for number, (weight, bias) in enumerate(params):
-            x = x @ weight + bias
-            x = jnp.sin(30 * x) if number < len(params) - 1 else x
-        return jnp.mean((x - y) ** 2)
-
-    params = [(shape(a, b), shape(b)) for a, b in itertools.pairwise(sizes)]
-    return loss, (params, shape(32_768, sizes[0]), shape(32_768, sizes[-1]))
-
-
 def twice(steps: int) -> tuple[Any, tuple[Any, ...]]:
     """A force computed on two lines where particles are once: with equal literals it is one to XLA."""
 
@@ -267,8 +222,13 @@ def twice(steps: int) -> tuple[Any, tuple[Any, ...]]:
 @pytest.mark.parametrize("policy", ["none", "min_cut"])
 @pytest.mark.parametrize(
     "build",
-    [lambda: lookups("each"), lambda: lookups("all"), sines, lambda: twice(4)],
-    ids=["each", "all", "sines", "twice"],
+    [
+        lambda: recommender_of_one_table(1),
+        lambda: recommender_of_one_table(1, sliced=True),
+        lambda: perceptron(lambda x: jnp.sin(30 * x), 32_768),
+        lambda: twice(4),
+    ],
+    ids=["tables", "slices", "sines", "twice"],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
     loss, args = build()
@@ -283,7 +243,10 @@ def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) 
 @pytest.mark.parametrize(
     ("source", "chosen"),
     [
-        ("from test_order import lookups; loss, args = lookups('all')", "list"),
+        (
+            "from test_memory_rules import recommender_of_one_table as made; loss, args = made(1)",
+            "list",
+        ),
         ("from models.development import NETWORKS; loss, args = NETWORKS['gru_scan']()", "dfs"),
     ],
     ids=["list", "dfs"],
