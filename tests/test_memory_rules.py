@@ -283,6 +283,11 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
     ],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
+    compare(build, policy)
+
+
+def compare(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
+    """Holds a prediction against the compiler."""
     loss, args = build()
     plan = remat.plan(loss, *args, remat_policy=Unchanged() if policy == "none" else policy)
     wrapped = remat.checkpoint(loss, remat_policy=plan)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from random_graphs import GraphBuilder, graphs, laws
-from test_memory_rules import perceptron, recommender_of_one_table, shape
+from test_memory_rules import compare, perceptron, recommender_of_one_table, shape
 
 import remat
 from remat.core.graph import Graph
@@ -231,11 +231,7 @@ def twice(steps: int) -> tuple[Any, tuple[Any, ...]]:
     ids=["tables", "slices", "sines", "twice"],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:
-    loss, args = build()
-    plan = remat.plan(loss, *args, remat_policy=Unchanged() if policy == "none" else policy)
-    wrapped = remat.checkpoint(loss, remat_policy=plan)
-    report = remat.compile_report(jax.grad(wrapped), *args, device="h200")
-    assert plan.peak_bytes == pytest.approx(report.temp_bytes, rel=0.1)
+    compare(build, policy)
 
 
 @pytest.mark.gpu_compile
