@@ -95,14 +95,17 @@ class Fused:
         if not others:
             return first
         kernel = _Kernel(first.work, 0.0, first.blocks)
-        kernel.reads, kernel.places = dict(first.reads), dict(first.places)
-        for other in others:
-            kernel.work += other.work
-            kernel.instructions += other.instructions
-            for value, places in other.reads.items():
+        kernel.instructions = first.instructions + sum(other.instructions for other in others)
+        kernel.work += sum(other.work for other in others)
+        for number in numbers:
+            part = self._queue.kernels[number]
+            # A reduction walks over what it reads: that is the place of all that are merged.
+            own = set(program.ins[number]) if program.moves[number] else set[int]()
+            for value, found in part.reads.items():
+                places = frozenset(-1 if place in own else place for place in found)
                 kernel.reads[value] = kernel.reads.get(value, places) | places
-            for place, (times, emitted) in other.places.items():
-                if place != -1:
+            for place, (times, emitted) in part.places.items():
+                if place != -1 and place not in own:
                     often, code = kernel.places.get(place, (0.0, 0))
                     kernel.places[place] = often + times, code + emitted
         for value, places in kernel.reads.items():
