@@ -91,14 +91,13 @@ class Fused:
     def _as_one(self, numbers: Sequence[int]) -> _Kernel:
         """Kernels that walk over the same elements, as one: what several read is read once."""
         program = self._queue.program
-        first, *others = (self._queue.kernels[number] for number in numbers)
-        if not others:
-            return first
-        kernel = _Kernel(first.work, 0.0, first.blocks)
-        kernel.instructions = first.instructions + sum(other.instructions for other in others)
-        kernel.work += sum(other.work for other in others)
-        for number in numbers:
-            part = self._queue.kernels[number]
+        parts = [self._queue.kernels[number] for number in numbers]
+        if len(parts) == 1:
+            return parts[0]
+        written = sum(program.nbytes[out] for number in numbers for out in program.outs[number])
+        kernel = _Kernel(sum(part.work for part in parts), float(written), parts[0].blocks)
+        kernel.instructions = sum(part.instructions for part in parts)
+        for number, part in zip(numbers, parts, strict=True):
             # A reduction walks over what it reads: that is the place of all that are merged.
             own = set(program.ins[number]) if program.moves[number] else set[int]()
             for value, found in part.reads.items():
@@ -108,11 +107,7 @@ class Fused:
                 if place != -1 and place not in own:
                     often, code = kernel.places.get(place, (0.0, 0))
                     kernel.places[place] = often + times, code + emitted
-        for value, places in kernel.reads.items():
-            times = sum(kernel.places[place][0] for place in places)
-            kernel.cost[value] = read_bytes(program.nbytes[value], times, kernel.blocks)
-        written = sum(program.nbytes[out] for number in numbers for out in program.outs[number])
-        kernel.moved = written + sum(kernel.cost.values())
+        kernel.count_reads(program.nbytes)
         return kernel
 
 
@@ -164,6 +159,13 @@ class _Kernel:
     def time_bytes(self) -> float:
         """How long it takes, in bytes that could be moved meanwhile."""
         return self.taking(self.work, self.moved)
+
+    def count_reads(self, nbytes: Sequence[int]) -> None:
+        """Adds to the traffic what reading every operand takes, given the values' sizes."""
+        for value, places in self.reads.items():
+            times = sum([self.places[place][0] for place in places])
+            self.cost[value] = read_bytes(nbytes[value], times, self.blocks)
+        self.moved += sum(self.cost.values())
 
     def taking(self, work: float, moved: float) -> float:
         """How long it would take with this arithmetic and traffic."""
@@ -217,10 +219,7 @@ class _Queue:
                 kernel.reads[value] = kernel.reads.get(value, frozenset()) | {value}
                 times, emitted = kernel.places.get(value, (0.0, 0))
                 kernel.places[value] = times + part, emitted + 1
-        for value, places in kernel.reads.items():
-            times = sum([kernel.places[place][0] for place in places])
-            kernel.cost[value] = read_bytes(program.nbytes[value], times, kernel.blocks)
-        kernel.moved += sum(kernel.cost.values())
+        kernel.count_reads(program.nbytes)
         return kernel
 
     def run(self) -> None:

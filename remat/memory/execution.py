@@ -6,7 +6,7 @@ two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +22,7 @@ __all__ = [
     "Node",
     "Prediction",
     "Working",
+    "behind_operands",
     "live_nodes",
     "users_of",
 ]
@@ -211,3 +212,27 @@ def users_of(execution: Execution, live: Sequence[bool]) -> list[list[int]]:
             for index in dict.fromkeys(node.ins):
                 users[index].append(number)
     return users
+
+
+def behind_operands(ends: Iterable[int], operands: Callable[[int], Iterable[int]]) -> list[int]:
+    """Returns what some numbers depend on, and these, each behind its operands: a depth-first search.
+
+    Args:
+        ends: where it begins, the first of them first.
+        operands: of a number, in the order in which they are visited.
+    """
+    order: list[int] = []
+    entered: set[int] = set()
+    done: set[int] = set()
+    stack = [*ends][::-1]
+    while stack:
+        number = stack[-1]
+        if number not in entered:
+            entered.add(number)
+            stack += [*operands(number)][::-1]
+            continue
+        stack.pop()
+        if number not in done:
+            done.add(number)
+            order.append(number)
+    return order

@@ -122,7 +122,7 @@ class _Merger:
         if not self._suit(first, second) or self._read_apart(first, second, index):
             return None
         later = self._between(first, second)
-        if later is None or not self._is_free(second, first, later):
+        if later is None or not self._is_free(second, [first, *later]):
             return None
         self._merge(first, second, later)
         return second
@@ -143,7 +143,7 @@ class _Merger:
             later = self._between(kernel, user) if self._takes(user) else None
             if later is None or not self._suit(kernel, user):
                 continue
-            if self._is_free(user, None, later) and self._pays(kernel, user):
+            if self._is_free(user, later) and self._pays(kernel, user):
                 best = user, later
         if best is None:
             return
@@ -183,10 +183,9 @@ class _Merger:
             return None
         return dependent([kernel for kernel in self._slots[start:end] if kernel is not None])
 
-    def _is_free(self, kernel: Kernel, of: Kernel | None, others: list[Kernel]) -> bool:
-        """Whether a kernel needs none of some others, nor one more."""
-        needed = [*others, of] if of is not None else others
-        return all(kernel.after.isdisjoint((k.node, *k.merged)) for k in needed)
+    def _is_free(self, kernel: Kernel, others: list[Kernel]) -> bool:
+        """Whether a kernel needs none of some others."""
+        return all(kernel.after.isdisjoint((other.node, *other.merged)) for other in others)
 
     def _pays(self, kernel: Kernel, user: Kernel) -> bool:
         """Whether a kernel and one that reads what it made take no less time apart."""

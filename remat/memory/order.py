@@ -24,10 +24,10 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.memory.execution import Execution
+from remat.memory.execution import Execution, behind_operands
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, written_over
 from remat.memory.tables import SMALL_SHARE
@@ -201,36 +201,22 @@ def _most_users_first(program: _Program) -> list[int]:
         total += program.written[number]
         others[number] = min(count, max(0, users - 1) + sum(others[other] for other in read))
         taken[number] = min(total, program.written[number] + sum(taken[other] for other in read))
-    return _search(program, lambda number: (-others[number], -taken[number], number))
+
+    def sort(numbers: list[int]) -> list[int]:
+        return sorted(numbers, key=lambda number: (-others[number], -taken[number], number))
+
+    return behind_operands(
+        [*sort(program.ends), *_unread(program)], lambda number: sort(program.operands[number])
+    )
 
 
 def _as_they_stand(program: _Program) -> list[int]:
     """Depth first from the results, operands in their order."""
-    return _search(program, None)
+    return behind_operands([*program.ends, *_unread(program)], program.operands.__getitem__)
 
 
-def _search(program: _Program, key: Callable[[int], tuple[int, ...]] | None) -> list[int]:
-    """The kernels, each behind its operands, from the results on; operands by a key, or as they stand."""
-
-    def sort(numbers: list[int]) -> list[int]:
-        return numbers if key is None else sorted(numbers, key=key)
-
-    order: list[int] = []
-    entered = [False] * len(program.operands)
-    done = [False] * len(program.operands)
-    rest = [number for number, users in enumerate(program.users) if not users]
-    stack = [*reversed([*sort(program.ends), *rest])]
-    while stack:
-        number = stack[-1]
-        if done[number] or entered[number]:
-            stack.pop()
-            if not done[number]:
-                done[number] = True
-                order.append(number)
-            continue
-        entered[number] = True
-        stack += [n for n in reversed(sort(program.operands[number])) if not entered[n]]
-    return order
+def _unread(program: _Program) -> list[int]:
+    return [number for number, users in enumerate(program.users) if not users]
 
 
 def made_early(execution: Execution, fusion: Fusion) -> dict[int, int]:

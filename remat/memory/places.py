@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat.core.primitives import SCATTERS
-from remat.memory.execution import Execution
+from remat.memory.execution import Execution, behind_operands
 from remat.memory.kernels import Kernel, tie_of, written_over
 from remat.memory.tables import (
     COMPUTED_BYTES,
@@ -316,20 +316,12 @@ def _lies_with(execution: Execution, layout: Layout) -> dict[int, int]:
 def _post_order(execution: Execution) -> dict[int, int]:
     """Of every node that results need, its place in a depth-first search from them, behind its operands."""
     nodes, instances = execution.nodes, execution.instances
-    turn: dict[int, int] = {}
-    entered: set[int] = set()
-    stack = [instances[result].producer for result in reversed(execution.results)]
-    while stack:
-        node = stack[-1]
-        if node < 0 or node in turn:
-            stack.pop()
-        elif node in entered:
-            turn[node] = len(turn)
-            stack.pop()
-        else:
-            entered.add(node)
-            stack += [instances[index].producer for index in reversed(nodes[node].ins)]
-    return turn
+
+    def makers(indices: Iterable[int]) -> list[int]:
+        return [p for p in (instances[index].producer for index in indices) if p >= 0]
+
+    found = behind_operands(makers(execution.results), lambda node: makers(nodes[node].ins))
+    return {node: turn for turn, node in enumerate(found)}
 
 
 def _may_serve(
