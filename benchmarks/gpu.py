@@ -32,18 +32,26 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 GROUP_WEIGHTS: dict[str, float] = {
+    "llama_scan": 5.0,
     "gpt_scan": 4.0,
     "resnet50": 4.0,
     "vgg16": 2.0,
     "gpt2_training": 3.0,
+    "stencil": 1.5,
     "gelu": 0.5,
     "residual_mlp": 1.0,
     "gpt_unrolled": 4.0,
     "lstm": 1.0,
+    "lstm_unrolled": 2.0,
 }
 """The groups in the order in which they are run, and their shares of the time."""
 
-SMALL_WEIGHTS: dict[str, float] = {"gelu": 1.0, "residual_mlp": 1.0, "gpt2_training": 2.0}
+SMALL_WEIGHTS: dict[str, float] = {
+    "gelu": 1.0,
+    "residual_mlp": 1.0,
+    "llama_scan": 2.0,
+    "gpt2_training": 2.0,
+}
 """The groups of a dry run."""
 
 _RESERVE_SECONDS = 10.0

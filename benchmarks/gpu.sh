@@ -3,9 +3,9 @@
 #
 #   bash benchmarks/gpu.sh [--minutes 9] [--groups gpt_scan resnet50 ...] [--out DIR] [--dry-run]
 #
-# Takes the first python that has jax (0.10 or newer), flax and optax and sees a GPU; without one, makes a
-# virtual environment in build/gpu-venv and installs `.[gpu,bench]`, which needs the network. The results
-# are written row by row to benchmarks/results/gpu_<device>_<date>.json.
+# Takes the first python that has jax (0.10 or newer), flax, optax and what remat needs, and sees a GPU;
+# without one, makes a virtual environment in build/gpu-venv and installs `.[gpu,bench]`, which needs the
+# network. The results are written row by row to benchmarks/results/gpu_<device>_<date>.json.
 #
 #   PYTHON=/path/to/python   the interpreter to try first
 set -uo pipefail
@@ -45,7 +45,7 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false
 # Whether a python has everything; the check of the device is last, because it is slow.
 CHECK='
 import importlib.util as util, sys
-names = ("jax", "jaxlib", "flax", "optax", "networkx", "numpy", "scipy")
+names = ("jax", "jaxlib", "flax", "optax", "highspy", "networkx", "numpy", "rich", "scipy")
 missing = [name for name in names if util.find_spec(name) is None]
 if sys.version_info < (3, 11) or missing:
     sys.exit(f"python {sys.version.split()[0]}, missing: {missing}")

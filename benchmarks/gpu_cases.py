@@ -1,4 +1,5 @@
-"""What `benchmarks.gpu` runs: the programs of `benchmarks.programs` and full training steps, with real arrays.
+"""What `benchmarks.gpu` runs: the programs of `benchmarks.programs`, networks within budgets that the compiler for
+the attached device confirms, and full training steps, with real arrays.
 
 Arrays are made on the device by one jitted function, never on the host. `groups(small=True)` are the same
 kinds of programs, tiny, for machines without a GPU.
@@ -17,13 +18,18 @@ import jax.numpy as jnp
 import optax
 
 import remat
+from benchmarks.hand_policies import BY_HAND
 from benchmarks.programs import GROUPS, Group, Row, elementwise_gelu
 from models import gpt, mlp
+from models.development import NETWORKS
+from models.development.llama import llama_scan
 from remat.compile import compiler_options
 
-__all__ = ["GpuGroup", "Program", "device_arrays", "groups"]
+__all__ = ["BUDGETED", "GpuGroup", "Program", "device_arrays", "groups"]
 
 BASELINE = "none"
+BUDGETED: tuple[str, ...] = ("llama_scan", "stencil", "lstm_unrolled")
+BUDGETS = (0.7, 0.5, 0.3)  # of the temporary memory without rematerialization
 TRAINING = "gpt2_training"
 LEARNING_RATE = 1e-4
 
@@ -77,10 +83,13 @@ def groups(small: bool = False) -> dict[str, GpuGroup]:
         factories = {
             "gelu": functools.partial(_programs, _small_gelu, ()),
             "residual_mlp": functools.partial(_programs, _small_mlp, ()),
+            "llama_scan": functools.partial(
+                _programs, functools.partial(_within_budgets, "llama_scan", True), ()
+            ),
             TRAINING: functools.partial(training, _SMALL_GPT, 2),
         }
     else:
-        factories = {name: _factory(name) for name in (*GROUPS, TRAINING)}
+        factories = {name: _factory(name) for name in (*GROUPS, *BUDGETED, TRAINING)}
     seconds = 0.1 if small else 1.0
     return {name: GpuGroup(name, factory, seconds) for name, factory in factories.items()}
 
@@ -161,9 +170,36 @@ def _factory(name: str) -> Callable[[], list[Program]]:
     if name == TRAINING:
         config = dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True)
         return functools.partial(training, config, 8)
+    integers = {"lstm": 10_000, "resnet50": 1000, "llama_scan": 32_000, "lstm_unrolled": 2048}.get(
+        name, 8
+    )
+    if name in BUDGETED:
+        return functools.partial(_programs, functools.partial(_within_budgets, name), (), integers)
     group = GROUPS[name]
-    integers = {"lstm": 10_000, "resnet50": 1000}.get(name, 8)
     return functools.partial(_programs, group.rows, _important(group), integers)
+
+
+def _within_budgets(name: str, small: bool = False) -> list[Row]:
+    """A network under the ready-made policies, by hand where it has blocks, and within budgets."""
+    plain, args = NETWORKS[name](small)
+    rows = [Row(BASELINE, plain, args)]
+    rows += [
+        Row(policy, remat.checkpoint(plain, remat_policy=policy), args)
+        for policy in ("min_cut", "low_memory", "full")
+    ]
+    if name == llama_scan.__name__:
+        for label, policy in BY_HAND.items():
+            wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+            rows.append(Row(f"jax: {label}, per block", llama_scan(small, wrap)[0], args))
+    rows += [
+        Row(
+            f"ilp within {share} of none",
+            remat.checkpoint(plain, remat_policy="ilp", budget=share),
+            args,
+        )
+        for share in BUDGETS
+    ]
+    return rows
 
 
 def _important(group: Group) -> tuple[str, ...]:

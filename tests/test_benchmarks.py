@@ -398,7 +398,15 @@ def test_planning_writes_its_rows(tmp_path: Path) -> None:
 
 
 def test_gpu_benchmark_runs_the_groups_that_exist() -> None:
-    assert set(gpu.GROUP_WEIGHTS) == set(gpu_cases.groups()) == {*GROUPS, gpu_cases.TRAINING}
+    assert (
+        set(gpu.GROUP_WEIGHTS)
+        == set(gpu_cases.groups())
+        == {
+            *GROUPS,
+            *gpu_cases.BUDGETED,
+            gpu_cases.TRAINING,
+        }
+    )
     assert set(gpu.SMALL_WEIGHTS) == set(gpu_cases.groups(small=True))
 
 
