@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import remat
@@ -104,11 +105,15 @@ def device_arrays(shapes: Any, seed: int = 0, integers: int = 8) -> Any:
         integers: the bound of integers, such as the size of a vocabulary.
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    floats = [shape for _, shape in flat if jnp.issubdtype(shape.dtype, jnp.floating)]
 
     def make() -> list[jax.Array]:
+        # One draw for all: a kernel per leaf takes minutes to compile where there are hundreds.
         key = jax.random.key(seed)
+        noise = jax.random.normal(key, (sum(shape.size for shape in floats),), jnp.float32)
+        parts = iter(jnp.split(noise, np.cumsum([shape.size for shape in floats])[:-1]))
         return [
-            _leaf(jax.random.fold_in(key, i), path, shape, integers)
+            _leaf(parts, jax.random.fold_in(key, i), path, shape, integers)
             for i, (path, shape) in enumerate(flat)
         ]
 
@@ -236,14 +241,15 @@ def _jit(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, compiler_options=flags or None, **options)
 
 
-def _leaf(key: jax.Array, path: tuple[Any, ...], shape: Any, integers: int) -> jax.Array:
+def _leaf(
+    noise: Iterator[jax.Array], key: jax.Array, path: tuple[Any, ...], shape: Any, integers: int
+) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, shape.shape) if shape.shape else key
     if jnp.issubdtype(shape.dtype, jnp.floating):
         name = jax.tree_util.keystr(path[-1:], simple=True)
         mean = 1.0 if name in ("scale", "var") else 0.0
-        noise = jax.random.normal(key, shape.shape, jnp.float32)
-        return (mean + 0.02 * noise).astype(shape.dtype)
+        return (mean + 0.02 * next(noise).reshape(shape.shape)).astype(shape.dtype)
     return jax.random.randint(key, shape.shape, 0, integers, shape.dtype)
 
 

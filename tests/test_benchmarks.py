@@ -26,6 +26,7 @@ from benchmarks import (
     dtr_policy,
     encodings,
     gpu,
+    gpu_absent,
     gpu_cases,
     gpu_worker,
     planners,
@@ -460,6 +461,27 @@ def test_dry_run_writes_results(tmp_path: Path) -> None:
             assert row["agreement"]["norm_relative"] < 1e-4
     training = ["none", "min_cut", "dots_saveable"]
     assert found == {"gelu": ["none", "min_cut"], "gpt2_training": training}
+
+
+def test_what_was_measured_is_compared_with_the_jax_that_made_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"versions": {"jax": "0.0.1"}, "rows": []}))
+    assert gpu_absent.main([str(path), "--device", "h100"]) == 2
+    assert "0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.gpu_compile
+def test_a_measured_program_is_compiled_again() -> None:
+    compiled = {"temp_bytes": 16, "traffic_bytes": 2**29, "matmuls": 0}
+    rows = [
+        {"group": "gelu", "label": "none", "compiled": compiled},
+        {"group": "gelu", "label": "min_cut", "status": "skipped"},
+    ]
+    (pair,) = gpu_absent.pairs(rows, "h100")
+    assert (pair.label, pair.absent_traffic_bytes, pair.absent_matmuls) == ("none", 2**29, 0)
+    assert abs(pair.error) < 1e-4
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:

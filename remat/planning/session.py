@@ -128,7 +128,7 @@ class BudgetSession(SteadyPlanner):
                 break
             if ended() and (planned or (out_of_time() and chosen)):
                 continue
-            say(f"{self.policy.name}: choice {index + 1} of {len(found)} of rewrites")
+            say(f"{self.policy.name}: choice {index + 1} of {len(choices)} of rewrites")
             part = self.time.part(max(len(found) - index, 1))
             within = Within(menu.graph(chosen), part, limit, True, self.margin)
             with part.running():
