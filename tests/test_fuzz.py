@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -237,6 +242,20 @@ def test_a_failure_is_a_script_that_shows_it() -> None:
     assert record["outcomes"][0]["kind"] == "wrong"
     assert "1 wrong" in tally([record])
     exec(record["script"].replace(HEADER, ""), {})
+
+
+def test_the_command_writes_a_record_per_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzzing", "--programs", "1", "--variants", "1"]
+    done = subprocess.run(
+        [*command, "--policies", "min_cut", "--out", str(tmp_path / "fuzzing.jsonl")],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (tmp_path / "fuzzing.jsonl").read_text().splitlines()
+    assert json.loads(line)["seed"] == 0
 
 
 def test_what_xla_does_not_run_is_counted_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

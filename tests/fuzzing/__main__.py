@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from remat.policies.solvers import search as _search
+from remat.policies.solvers.search_walk import compile_kernel
 from tests.fuzzing.campaign import forget_compilations, tally, try_program
 
 _FORGET_EVERY = 40  # programs
@@ -53,7 +53,7 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 def _work(args: argparse.Namespace) -> None:
     """What one worker does: every `workers`-th program."""
-    _search._compiled_once()  # numba does not survive a limit that ends it
+    compile_kernel()  # numba does not survive a limit that ends it
     started, number = time.monotonic(), 0
     done = {record["seed"] for record in _records(args.out)}
     for seed in _seeds(args):
