@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.planning.resort import unchanged_plan
-from remat.planning.search import more_may_be_less_time, search
+from remat.planning.search import below, more_may_be_less_time, search
 from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Confirmed
@@ -383,6 +383,39 @@ def test_the_compilers_bytes_say_which_plan_has_more_memory() -> None:
     assert more_may_be_less_time([_Numbers(505, 416, 0.914, fits=False), cut, less])
     assert not more_may_be_less_time([cut, _Numbers(100, 200, 1.1)])
     assert more_may_be_less_time([_Numbers(505, 416, 0.914, fits=False)])
+
+
+def test_with_the_memory_of_another_policys_plan_the_knobs_may_be_faster() -> None:
+    """The place on the ladder may be more than can be reached; there the other policy's plan is."""
+    plain = _Numbers(1176, 1200, 2.025, fits=False)
+    cut, less = _Numbers(618, 681, 2.295), _Numbers(554, 583, 2.347)
+    knob = _AskedAt(_Numbers(540, 567, 2.227))
+    found = below(knob, plain, [plain, cut, less], left=lambda: 1, others=[cut, less])
+    assert knob.asked == [554] and found[-1] is knob.trial
+    knob.asked.clear()
+    assert below(knob, plain, [plain, cut, less], left=lambda: 1) == [plain, cut, less]
+    assert knob.asked == []  # the knob has been there itself
+    below(knob, plain, [plain, cut], left=lambda: 1, others=[cut])
+    assert knob.asked == [416]  # two steps of the ladder below 1176 are too near
+
+
+@dataclass
+class _AskedAt:
+    """A knob that always finds the same trial, and notes what it was asked for."""
+
+    trial: _Numbers
+    asked: list[int] = field(default_factory=list)
+
+    def at(self, target_bytes: int, low: object, high: object) -> _Numbers:
+        del low, high
+        self.asked.append(target_bytes)
+        return self.trial
+
+    def least(self) -> _Numbers:
+        return self.trial
+
+    def another(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)

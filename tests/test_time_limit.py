@@ -20,7 +20,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Graph
 from remat.planning import session as budget
 from remat.planning.make import make_plan
-from remat.planning.time_limit import TimeLimit
+from remat.planning.time_limit import SharedTime, TimeLimit
 from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Certificate
@@ -261,6 +261,21 @@ def test_a_search_is_not_compiled_where_there_is_no_time_for_it(
         assert not _search.is_ready()
         monkeypatch.setattr(_search, "is_kernel_there", lambda: True)
         assert _search.is_ready()
+
+
+def test_what_every_planning_takes_is_none_of_the_time_to_search_in(clock: Clock) -> None:
+    shared = SharedTime(Ilp(seconds=8.0))
+    with shared.without_search():
+        clock.now += 5.0
+    with shared.next():
+        assert deadline.seconds_left() == 4.0 + 5.0  # half of the limit, and that
+        clock.now += 5.0 + 4.0
+    assert shared.used == 4.0
+    clock.now += 100.0  # compiling
+    with shared.next():
+        assert deadline.seconds_left() == 2.0 + 5.0
+        clock.now += 3.0  # less than every planning takes: nothing was searched
+    assert shared.used == 4.0
 
 
 def test_deadlines_inside_of_one_are_not_later(clock: Clock) -> None:

@@ -106,7 +106,8 @@ class BudgetKnob(Generic[T]):
         """
         correction = plain.temp_bytes / max(plain.predicted_bytes, 1)
         for setting in self._quick[:_ANCHORS]:
-            predicted_bytes = self.bench.plan(setting).peak_bytes
+            with self._time.without_search():
+                predicted_bytes = self.bench.plan(setting).peak_bytes
             if (1 - search.ERROR) * min(1.0, correction) * predicted_bytes <= limit_bytes:
                 yield self.bench.trial(setting)
 
@@ -303,9 +304,10 @@ def confirmed(
     if plain.fits or knob is None:
         trials.append(bench.trial(own))
     if knob is not None:
-        anchors = knob.anchors(plain, limit)
-        while left() > 1 and (anchor := next(anchors, None)) is not None:
-            trials += [] if search.is_among(anchor, trials) else [anchor]
+        waiting, anchors = knob.anchors(plain, limit), list[_Trial[M]]()
+        while left() > 1 and (anchor := next(waiting, None)) is not None:
+            anchors += [] if search.is_among(anchor, [*trials, *anchors]) else [anchor]
+        trials += anchors
         trials = search.further(knob, plain, trials, left=left)
         if search.more_may_be_less_time(trials):
             trials = search.search(
@@ -318,7 +320,7 @@ def confirmed(
                 first_is_alike=False,
             )
             trials = search.further(knob, plain, trials, left=left)
-        trials = search.below(knob, plain, trials, left=left)
+        trials = search.below(knob, plain, trials, left=left, others=anchors)
     fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
     if not fitting:
         raise_interrupt()

@@ -207,12 +207,20 @@ def further(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], 
     return found
 
 
-def below(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], int]) -> list[T]:
+def below(
+    knob: Knob[T],
+    first: T,
+    trials: Sequence[T],
+    *,
+    left: Callable[[], int],
+    others: Sequence[T] = (),
+) -> list[T]:
     """Looks once where nobody looked, below the fastest that fits: XLA may make less memory less time there, too.
 
     The place is the next of a ladder of shares of what `first` is predicted to take, two steps to a half: the same
     places for every limit, so that a smaller one rarely finds what a larger one had missed. If that is the fastest,
-    it is gone on with (`further`). Arguments and results are those of `further`.
+    it is gone on with (`further`). Arguments and results are those of `further`; `others` are trials that are not
+    of the knob's plans: if one of them lies there, the place is what it takes, where those may be faster.
     """
     found = list(trials)
     fitting = [t for t in found if t.fits and t.roofline_seconds is not None]
@@ -222,9 +230,10 @@ def below(knob: Knob[T], first: T, trials: Sequence[T], *, left: Callable[[], in
     place, enough_less = first.predicted_bytes, int((1 - _GAP) * best.predicted_bytes)
     while place > enough_less:
         place = round(place / math.sqrt(2))
-    known = any(place <= t.predicted_bytes <= enough_less for t in fitting)
-    if best is first or known or place <= 0:
+    there = [t for t in fitting if place <= t.predicted_bytes <= enough_less]
+    if best is first or place <= 0 or not all(is_among(t, others) for t in there):
         return found
+    place = max((t.predicted_bytes for t in there), default=place)
     trial = knob.at(place, None, best)
     if trial is None or is_among(trial, found):
         return found
