@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import remat
-from benchmarks.gpu_cases import groups
+from benchmarks.gpu_cases import WITHIN, Program, groups
 
 __all__ = ["Pair", "main"]
 
@@ -61,15 +61,17 @@ def pairs(rows: Sequence[dict[str, Any]], device: str) -> Iterator[Pair]:
         remat.CompileError: the compiler for it is not installed, or fails.
     """
     known = groups()
+    made: dict[str, dict[str, Program]] = {}
     for row in rows:
-        compiled = row.get("compiled", {})
-        if "temp_bytes" not in compiled or row["label"].startswith("ilp within"):
+        compiled, group = row.get("compiled", {}), row["group"]
+        if "temp_bytes" not in compiled or row["label"].startswith(WITHIN):
             continue
-        programs = {program.label: program for program in known[row["group"]].programs()}
-        program = programs[row["label"]]
+        if group not in made:
+            made[group] = {program.label: program for program in known[group].programs()}
+        program = made[group][row["label"]]
         report = remat.compile_report(program.call, *program.shapes, device=device)
         yield Pair(
-            row["group"],
+            group,
             row["label"],
             compiled["temp_bytes"],
             report.temp_bytes,

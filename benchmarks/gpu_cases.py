@@ -26,10 +26,11 @@ from models.development import NETWORKS
 from models.development.llama import llama_scan
 from remat.compile import compiler_options
 
-__all__ = ["BUDGETED", "GpuGroup", "Program", "device_arrays", "groups"]
+__all__ = ["BUDGETED", "WITHIN", "GpuGroup", "Program", "device_arrays", "groups"]
 
 BASELINE = "none"
 BUDGETED: tuple[str, ...] = ("llama_scan", "stencil", "lstm_unrolled")
+WITHIN = "ilp within"  # how the labels of rows within a budget begin
 BUDGETS = (0.7, 0.5, 0.3)  # of the temporary memory without rematerialization
 TRAINING = "gpt2_training"
 LEARNING_RATE = 1e-4
@@ -198,7 +199,7 @@ def _within_budgets(name: str, small: bool = False) -> list[Row]:
             rows.append(Row(f"jax: {label}, per block", llama_scan(small, wrap)[0], args))
     rows += [
         Row(
-            f"ilp within {share} of none",
+            f"{WITHIN} {share} of none",
             remat.checkpoint(plain, remat_policy="ilp", budget=share),
             args,
         )

@@ -154,8 +154,8 @@ def run_group(group: GpuGroup, deadline: float) -> None:
             reference = _start(group, program, shared, reference, running)
         except Exception as error:
             emit_row(group, program.label, status="failed", reason=_short(error))
-        # The first row makes the arrays, and tunes kernels that later rows have, too: on an H100 these took half as
-        # long at most.
+        # The first row makes the arrays besides, and tunes kernels that later rows have, too. Half of it is an
+        # estimate: compiling alone took later rows of a GPT 0.5 and 0.7 of the first's seconds on an H100.
         taken = time.perf_counter() - start
         longest = max(longest, taken / 2 if place == 0 else taken)
     _time(group, running, deadline)
