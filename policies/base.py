@@ -102,6 +102,13 @@ class Policy(ABC):
         """
         del found
 
+    def instead(self) -> tuple[Policy, ...]:
+        """Returns policies whose plans may take the place of one that takes no less memory than no plan at all.
+
+        A published algorithm has none: its plan is what was published.
+        """
+        return ()
+
     def settings(self) -> tuple[tuple[Field[Any], Any], ...]:
         """Returns the fields that it was configured with, each with its value; none if it is no dataclass."""
         return _settings(self)

@@ -12,6 +12,7 @@ import pytest
 import remat
 from remat.core.classify import dot_form
 from remat.core.graph import Graph, Op
+from remat.core.kernel_work import cycles_of
 from remat.memory.predict import buffers
 from remat.policies import Unchanged
 from remat.trace.classify import classify_equation
@@ -120,6 +121,23 @@ def test_a_concatenation_whose_border_is_in_a_warp_is_dear(
     args = [jax.ShapeDtypeStruct(first, jnp.float32)] * 2
     graph = remat.plan(loss, *args, remat_policy=Unchanged()).graph
     assert op_named(graph, "concatenate").cycles == cycles
+
+
+@pytest.mark.parametrize(("axis", "cycles"), [(0, 6), (1, 400), (2, 400)])
+def test_a_stack_is_a_concatenation_of_rows_of_one(axis: int, cycles: int) -> None:
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.stack([x, y], axis) ** 2)
+
+    graph = remat.plan(loss, *[jax.ShapeDtypeStruct((64, 32), jnp.float32)] * 2).graph
+    assert op_named(graph, "stack").cycles == cycles
+
+
+def test_what_moves_elements_computes_nothing() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.pad(x[1:].T, 1) ** 2)
+
+    graph = remat.plan(loss, jax.ShapeDtypeStruct((64, 32), jnp.float32)).graph
+    assert [cycles_of(op_named(graph, name)) for name in ("slice", "transpose", "pad")] == [0, 0, 0]
 
 
 def test_a_matmul_tells_what_it_sums_over() -> None:

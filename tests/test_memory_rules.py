@@ -239,6 +239,28 @@ def attention() -> tuple[Any, tuple[Any, ...]]:
     return loss, (shape(2, 512, 16, 64, dtype="bfloat16"),) * 3
 
 
+def products(terms: int) -> tuple[Any, tuple[Any, ...]]:
+    """A sum of outer products, of more arrays than a kernel may have."""
+
+    def loss(columns: list[jax.Array], rows: list[jax.Array], total: jax.Array) -> jax.Array:
+        for column, row in zip(columns, rows, strict=True):
+            total = total + column[:, None] * row
+        return jnp.sum(jnp.tanh(total))
+
+    return loss, ([shape(512)] * terms, [shape(2048)] * terms, shape(512, 2048))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("terms", [48, 60, 100])
+def test_of_a_long_sum_those_terms_are_written_that_xla_writes(terms: int) -> None:
+    """All save equally much, so that what is left when the kernel is full depends on the order alone."""
+    loss, args = products(terms)
+    predicted = remat.plan(loss, *args, remat_policy=Unchanged()).peak_bytes
+    compiled = remat.compile_report(jax.grad(loss, (0, 1, 2)), *args, device="h200").temp_bytes
+    assert compiled > 8 * 2**20
+    assert predicted == pytest.approx(compiled, rel=0.02)
+
+
 # The rules are those of jax 0.10.2: with 0.12 more is compiled than predicted (docs/memory-model.md).
 NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA differs")
 

@@ -25,6 +25,7 @@ from remat.core.priority_fusion import (
     Program,
     _Queue,  # pyright: ignore[reportPrivateUsage]
     fuse,
+    in_ticks,
     read_bytes,
 )
 from remat.trace.emission import reduction_blocks
@@ -123,7 +124,9 @@ def program_of(steps: Sequence[Step]) -> tuple[Program, list[bool]]:
         readers=readers,
         nbytes=[4 * size for size in sizes],
         work=[
-            CYCLES.get(step.name, 3) * size * CYCLE_BYTES
+            (0 if step.name == "broadcast_in_dim" else CYCLES.get(step.name, 3))
+            * size
+            * CYCLE_BYTES
             for step, size in zip(steps, walked, strict=True)
         ],
         moves=[step.name == "broadcast_in_dim" or step.axis is not None for step in steps],
@@ -138,7 +141,7 @@ def program_of(steps: Sequence[Step]) -> tuple[Program, list[bool]]:
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_priorities_are_those_that_xla_writes_down(name: str, tmp_path: Path) -> None:
-    """Of every operator the first, to a hundredth of a microsecond; and which operators are left in the end."""
+    """Of every operator the first, to a nanosecond, four ticks; and which operators are left in the end."""
     steps: tuple[Step, ...] = PROGRAMS[name]
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=priority-fusion"
     root = Path(__file__).parent
@@ -161,7 +164,7 @@ def test_priorities_are_those_that_xla_writes_down(name: str, tmp_path: Path) ->
         for number, total in seen.items()
         if steps[number].shape == MATRIX
     }
-    assert ours and ours == pytest.approx({n: first[n] for n in ours}, rel=0.002, abs=0.01)
+    assert ours and ours == pytest.approx({n: first[n] for n in ours}, rel=0, abs=0.001)
     assert sum(found) == kernels
 
 
@@ -283,13 +286,14 @@ def kernel(program: Program, in_memory: Sequence[bool], last: int) -> tuple[floa
             else:
                 target[value] = target.get(value, 0.0) + often * part
                 counts[value] = counts.get(value, 0) + code
-    moved = float(program.nbytes[last + 2])
+    moved = in_ticks(program.nbytes[last + 2])
     moved += sum(read_bytes(program.nbytes[v], sum(at.values())) for v, at in read.items())
     return work, moved, len(read), instructions
 
 
 def seconds(work: float, moved: float) -> float:
-    return max(work, moved) + 0.05 * min(work, moved)
+    work = in_ticks(work)
+    return work + moved - in_ticks(0.95 * min(work, moved))
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(2, 14))

@@ -57,6 +57,7 @@ _THREADS, _PROCESSORS = 128, 132
 # Operators that read of their first operand no more than their result has, and those that read it repeatedly.
 _PARTS = frozenset({"slice", "split", "dynamic_slice", "unstack"})
 _COPIES = frozenset({"broadcast_in_dim", "gather"})
+_MOVES = frozenset({"INDEXED", "VIEW"})
 
 
 def cycles_named(name: str) -> int:
@@ -65,10 +66,13 @@ def cycles_named(name: str) -> int:
 
 
 def cycles_of(op: Op) -> int:
-    """Returns the clock cycles per element of the result; of a reduction, per element that it reads."""
+    """Returns the clock cycles per element of the result; of a reduction, per element that it reads.
+
+    What moves elements takes none, but for those of its own (`Op.cycles`): a choice between what is joined, say.
+    """
     if op.random and op.kind == "RANDOM":
         return _RANDOM_CYCLES
-    return op.cycles or cycles_named(op.name)
+    return op.cycles or (0 if op.kind in _MOVES else cycles_named(op.name))
 
 
 def blocks_of(op: Op | None, elements: int) -> int:

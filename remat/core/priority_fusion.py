@@ -4,10 +4,12 @@ At first every operator is a kernel. An operator whose readers can all take it i
 saved if each of them makes its result itself. The operator that saves most is merged first; then the priorities of
 what its readers read are computed anew. What saves nothing is written to memory.
 
-Times are XLA's own estimates (`GpuPerformanceModel`), in bytes: what the device moves meanwhile. A kernel computes
-and moves at once, but for a twentieth of the lesser. An operator inside a kernel is computed once for every *place*
-at which its readers want it: element-wise readers want it where they are themselves, what moves elements (a slice,
-a broadcast) somewhere else (`GpuHloCostAnalysis::FusionCalculateUtilizations`).
+Times are XLA's own estimates (`GpuPerformanceModel`), in bytes: what the device moves meanwhile, in whole ticks of
+a clock. Operators often save equally much, as all additions of a long sum do; of those what was made last goes
+first. A kernel computes and moves at once, but for a twentieth of the lesser. An operator inside a kernel is
+computed once for every *place* at which its readers want it: element-wise readers want it where they are
+themselves, what moves elements (a slice, a broadcast) somewhere else
+(`GpuHloCostAnalysis::FusionCalculateUtilizations`).
 
 `tests/test_priority_fusion.py` holds the steps against those that XLA writes down.
 """
@@ -19,13 +21,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Fused", "Program", "fuse"]
+__all__ = ["Fused", "Program", "fuse", "in_ticks", "read_bytes"]
 
 # XLA's own numbers: `GpuPerformanceModelBase` (a launch takes a microsecond, in which an H200 moves so many bytes;
 # how much faster what was read before is read again, from a cache that it fits into), `GpuPerformanceModelOptions`,
 # `gpu_hlo_cost_analysis.h`, `gpu_fusible.h`; the caches and multiprocessors are an H200's.
 LAUNCH_BYTES = 4.8e6
-_EXPOSED = 0.05
+_HIDDEN = 0.95
+# XLA counts in quarters of a nanosecond (`absl::Duration`), as many of each array and of the arithmetic.
+_TICK_BYTES = 0.25e-9 * 4.8e12
 _CACHES = ((2048 * 132, 20.0), (50 * 2**20, 2.5))
 _PROCESSORS = 132
 # What a block of threads moves while the device moves a byte: 32 bytes in a clock cycle (`AdjustBandwidth`).
@@ -84,7 +88,7 @@ class Fused:
         if found is None:
             return False
         work, moved, _ = found
-        moved += sum(program.nbytes[out] for out in program.outs[number])
+        moved += sum(in_ticks(program.nbytes[out]) for out in program.outs[number])
         apart = LAUNCH_BYTES + producer.time_bytes + consumer.time_bytes
         return consumer.taking(work, moved) <= apart
 
@@ -94,8 +98,9 @@ class Fused:
         parts = [self._queue.kernels[number] for number in numbers]
         if len(parts) == 1:
             return parts[0]
-        written = sum(program.nbytes[out] for number in numbers for out in program.outs[number])
-        kernel = _Kernel(sum(part.work for part in parts), float(written), parts[0].blocks)
+        outs = [out for number in numbers for out in program.outs[number]]
+        written = sum(in_ticks(program.nbytes[out]) for out in outs)
+        kernel = _Kernel(sum(part.work for part in parts), written, parts[0].blocks)
         kernel.instructions = sum(part.instructions for part in parts)
         for number, part in zip(numbers, parts, strict=True):
             # A reduction walks over what it reads: that is the place of all that are merged.
@@ -171,7 +176,8 @@ class _Kernel:
         """How long it would take with this arithmetic and traffic."""
         if 0 < self.blocks < _PROCESSORS:
             work *= _PROCESSORS / self.blocks
-        return max(work, moved) + _EXPOSED * min(work, moved)
+        work = in_ticks(work)
+        return work + moved - in_ticks(_HIDDEN * min(work, moved))
 
 
 _OWN = frozenset((-1,))
@@ -200,7 +206,13 @@ class _Queue:
         }
         # Of those that may be merged: what every reader saves, None if it cannot take it in.
         self.saved: dict[int, dict[int, float | None]] = {}
-        self.turn = {number: number for number in self.kernels}  # kernels made later go first
+        # Kernels made later go first. What copies an operand on the way is a kernel that took the copy in, as that
+        # saves most: made later than the operators, the first of them last.
+        copies = [n for n, k in self.kernels.items() if len(k.places) > 1 and not program.moves[n]]
+        self.turn = {number: number for number in self.kernels}
+        self.made = len(program.outs)
+        for number in reversed(copies):
+            self._is_new(number)
         self.best: dict[int, float] = {}
         self.heap: list[tuple[float, int, int]] = []
 
@@ -208,7 +220,7 @@ class _Queue:
         program = self.program
         kernel = _Kernel(
             program.work[number],
-            float(sum(program.nbytes[out] for out in program.outs[number])),
+            sum(in_ticks(program.nbytes[out]) for out in program.outs[number]),
             program.blocks[number],
         )
         for value in program.ins[number]:
@@ -227,7 +239,6 @@ class _Queue:
         for number in self.readers:
             self.saved[number] = {user: self._saves(number, user) for user in self.readers[number]}
             self._put(number)
-        made = len(self.program.outs)
         while self.heap:
             priority, turn, number = heapq.heappop(self.heap)
             if number not in self.saved or -turn != self.turn[number]:
@@ -238,10 +249,13 @@ class _Queue:
             producer = self.kernels.pop(number)
             for user in readers:
                 self._merge(number, producer, user)
-                self.turn[user] = made
-                made += 1
+                self._is_new(user)
             del self.saved[number], self.readers[number]
             self._changed(number, readers)
+
+    def _is_new(self, number: int) -> None:
+        self.turn[number] = self.made
+        self.made += 1
 
     def _put(self, number: int) -> None:
         priority = self.best[number] = self._priority(number)
@@ -293,8 +307,7 @@ class _Queue:
         at, places = consumer.places, producer.places
         taken, times, emitted = self._wanted(number, consumer)
         instructions = consumer.instructions + emitted * producer.instructions
-        arrays = len(consumer.reads) + len(producer.reads)
-        if instructions > MOST_INSTRUCTIONS or arrays > MOST_ARRAYS:
+        if instructions > MOST_INSTRUCTIONS or self._reads_too_much(number, producer, consumer):
             return None
         moved = consumer.moved
         for out in self.program.outs[number]:
@@ -316,6 +329,17 @@ class _Queue:
             cost[value] = read_bytes(nbytes[value], total, consumer.blocks)
             moved += cost[value] - (consumer.cost[value] if there is not None else 0.0)
         return consumer.work + times * producer.work, moved, cost
+
+    def _reads_too_much(self, number: int, producer: _Kernel, consumer: _Kernel) -> bool:
+        """Whether a kernel of both, with the results of both, has too many arrays (`FusionFitsInBudget`).
+
+        One that reads no more than the consumer does now is not too large, whatever that is.
+        """
+        if len(consumer.reads) + len(producer.reads) + 1 <= MOST_ARRAYS:
+            return False
+        made = self.program.outs[number]
+        reads = len((consumer.reads.keys() | producer.reads.keys()) - {*made})
+        return reads > len(consumer.reads) and reads + 2 > MOST_ARRAYS
 
     def _wanted(self, number: int, consumer: _Kernel) -> tuple[frozenset[int], float, int]:
         """Where a kernel reads the results of another, how often each element, and how often code is emitted."""
@@ -364,8 +388,13 @@ def read_bytes(nbytes: int, times: float, blocks: int = 0) -> float:
         blocks: of threads, 0 for enough.
     """
     fastest = _BLOCK_RATE * blocks if blocks else math.inf
-    first = nbytes * min(times, 1.0) / min(fastest, 1.0)
+    first = in_ticks(nbytes * min(times, 1.0) / min(fastest, 1.0))
     if times <= 1:
         return first
     rate = next((faster for most, faster in _CACHES if nbytes < most), 1.0)
-    return first + nbytes * (times - 1) / min(fastest, rate)
+    return first + in_ticks(nbytes * (times - 1) / min(fastest, rate))
+
+
+def in_ticks(nbytes: float) -> float:
+    """Returns the nearest time in whole ticks; both are in bytes that are moved meanwhile."""
+    return _TICK_BYTES * math.floor(nbytes / _TICK_BYTES + 0.5)

@@ -12,6 +12,10 @@ Measured: predictions for 68 programs, compiled for an H200, are off by a median
 % with 0.12 (`python -m benchmarks.memory_model`). It costs at most 3 % of the memory; a plan that needs it is
 taken."""
 
+ALIKE_PEAK = 0.001
+"""A plan whose peak is less than this share below that of no plan saves nothing: a few numbers. Bound: 0.1 % of the
+memory."""
+
 SLACK = 0.02
 """A plan that leaves more than this share of the budget is asked for again with more. Bound: 2 % of the
 memory."""

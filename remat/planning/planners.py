@@ -10,7 +10,7 @@ from remat.core.graph import Alternatives, Graph
 from remat.planning.make import make_plan
 from remat.planning.numbers import MARGIN
 from remat.planning.protocol import NO_CHUNKS, SteadyPlanner
-from remat.planning.resort import CheckedSession
+from remat.planning.resort import CheckedSession, useful_plan
 from remat.planning.session import BudgetSession
 from remat.plans.graph_diff import first_difference
 from remat.plans.paths import is_rest
@@ -91,7 +91,8 @@ class PolicyPlanner(SteadyPlanner):
 
     def plan(self, graph: Graph, *, barriers: bool) -> Plan:
         """Plans a graph."""
-        return make_plan(graph, self.policy, barriers=barriers)
+        plan = make_plan(graph, self.policy, barriers=barriers)
+        return useful_plan(graph, self.policy, plan) if barriers else plan
 
     def finish(self, plan: Plan) -> Plan:
         """Returns the finished plan.

@@ -5,6 +5,8 @@ fraction and the candidate are judged by the same prediction, so a fraction of 1
 for any plan that fits (`BudgetPolicy.falls_back`: `ilp`, `monet`, `auto`) also fall back on what the quick
 policies make; the published algorithms stay what they are. None of these candidates depends on the budget, so that
 what an error names as the smallest peak can be planned for.
+
+Without a budget a policy says what takes the place of a plan that is of no use (`Policy.instead`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Alternatives, Graph
 from remat.memory.predict import predict
 from remat.planning.make import plan_from_saved
+from remat.planning.numbers import ALIKE_PEAK
 from remat.planning.protocol import Planner, SteadyPlanner
 from remat.plans.plan import Plan
 from remat.policies import Echo, Full, MinCut, Policy, Revolve, Sublinear, Unchanged
@@ -34,6 +37,7 @@ __all__ = [
     "resorts",
     "too_small",
     "unchanged_plan",
+    "useful_plan",
 ]
 
 Limit = int | float
@@ -46,7 +50,51 @@ def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
 
 def unchanged_plan(graph: Graph, policy: Policy) -> Plan:
     """Returns the plan that keeps everything as JAX keeps it, under the policy's name."""
-    return _under_name(graph, policy, Unchanged(), barriers=False)
+    return _under_name(graph, policy, Unchanged(), "", barriers=False)
+
+
+def useful_plan(graph: Graph, policy: Policy, plan: Plan) -> Plan:
+    """Returns a policy's plan, or one that takes the place of a plan that takes no less memory than none.
+
+    That is no plan, or what `Policy.instead` makes: what takes the least, of what moves no more than the policy's
+    plan or than none and repeats no more of what is compute-bound. Where nothing is compute-bound, what saves
+    something is held against these, too. Asked is only of a loss without planned loops: its backward pass follows
+    at once, so that its own peak is all that a plan can save. What a block keeps waits for the blocks behind it.
+    """
+    others = policy.instead()
+    saves = plan.peak_bytes < (1 - ALIKE_PEAK) * plan.baseline_peak_bytes
+    has_heavy = any(op.heavy for op in graph.forward_ops())
+    if not others or not _is_loss(graph) or (saves and has_heavy):
+        return plan
+    plans = [plan, unchanged_plan(graph, policy)]
+    note = f"{policy.name} itself takes {'more' if saves else 'no less than none'}"
+    kept = policy.decide(graph).saved
+    plans += [
+        _under_name(graph, policy, other, note, barriers=True)
+        for other in others
+        if other.decide(graph).saved != kept
+    ]
+    moved = [predict(made.graph, made.schedule).traffic_bytes for made in plans]
+    found = [
+        (moved_bytes, made)
+        for moved_bytes, made in zip(moved, plans, strict=True)
+        if moved_bytes <= max(moved[:2]) and _heavy_flops(made) <= _heavy_flops(plan)
+    ]
+    least = min(made.peak_bytes for _, made in found)
+    alike = [entry for entry in found if entry[1].peak_bytes <= (1 + ALIKE_PEAK) * least]
+    return min(alike, key=lambda entry: entry[0])[1]
+
+
+def _heavy_flops(plan: Plan) -> int:
+    ops = plan.graph.ops
+    return sum(
+        entry.times * ops[entry.op].flops for entry in plan.recomputed if ops[entry.op].heavy
+    )
+
+
+def _is_loss(graph: Graph) -> bool:
+    scalar = all(graph.values[value].shape == () for value in graph.cotangents)
+    return scalar and not any(op.loop is not None for op in graph.ops)
 
 
 def resorts(graph: Graph, policy: BudgetPolicy, *, barriers: bool) -> Iterator[Plan]:
@@ -57,9 +105,9 @@ def resorts(graph: Graph, policy: BudgetPolicy, *, barriers: bool) -> Iterator[P
     yield unchanged_plan(graph, policy)
     if not policy.falls_back:
         return
-    device = policy.device
+    device, note = policy.device, "nothing else was found that fits"
     for other in (MinCut(device=device), Full()):
-        yield _under_name(graph, policy, other, barriers=barriers)
+        yield _under_name(graph, policy, other, note, barriers=barriers)
     others: tuple[Policy, ...] = (
         MinCut(device=device, heavy="batched"),
         MinCut(device=device, heavy="roofline", memory_weight=8),
@@ -71,7 +119,7 @@ def resorts(graph: Graph, policy: BudgetPolicy, *, barriers: bool) -> Iterator[P
     for other in others:
         if out_of_time():
             return
-        yield _under_name(graph, policy, other, barriers=barriers)
+        yield _under_name(graph, policy, other, note, barriers=barriers)
 
 
 @dataclass(frozen=True)
@@ -86,10 +134,11 @@ class _Smallest(Policy):
         return smallest_known(condense(graph, device=self.device))
 
 
-def _under_name(graph: Graph, policy: Policy, other: Policy, *, barriers: bool) -> Plan:
-    decision = other.decide(graph)
-    note = "nothing else was found that fits"
-    notes = decision.notes if isinstance(other, Unchanged) else (f"as {other.name}: {note}",)
+def _under_name(graph: Graph, policy: Policy, other: Policy, why: str, *, barriers: bool) -> Plan:
+    """Plans with another policy; why so is in the notes, but for no plan at all, which needs no reason."""
+    decision, settings = other.decide(graph), describe_options(other)
+    name = f"{other.name}({settings})" if settings else other.name
+    notes = decision.notes if isinstance(other, Unchanged) else (f"as {name}: {why}",)
     return plan_from_saved(
         graph,
         replace(decision, status="heuristic", certificate=None, notes=notes),

@@ -100,6 +100,11 @@ def _of_concatenation(eqn: Any) -> Traits:
     return {"cycles": _BOTH_BRANCHES if crosses else _BRANCH}
 
 
+def _of_stack(eqn: Any) -> Traits:
+    # A concatenation of operands of one row each.
+    return {"cycles": _BOTH_BRANCHES if eqn.params["axis"] > 0 else _BRANCH}
+
+
 def _of_reduction(eqn: Any) -> Traits:
     return _of_sum(eqn.invars[0].aval, tuple(eqn.params["axes"]), eqn.primitive.name)
 
@@ -259,5 +264,6 @@ _READERS: dict[str, Callable[[Any], Traits]] = {
     "select_and_scatter_add": _of_pool_gradient,
     CONVOLUTION: _of_convolution,
     "concatenate": _of_concatenation,
+    "stack": _of_stack,
     **dict.fromkeys(_REDUCTIONS, _of_reduction),
 }
