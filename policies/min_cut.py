@@ -25,9 +25,9 @@ Departures from the paper:
    `memory_weight=0` it is banned.
    Nor are values that are repeated alive one by one: in a long chain of what fuses (a simulation, step by step)
    nothing is kept, and everything is repeated before the first of it is needed. A loss whose plan is predicted to
-   take no less than no plan at all is therefore planned by the paper's objective, by Chen et al.'s segments, or not
-   at all: what takes the least, of what moves no more than that plan or than none. Where nothing is compute-bound,
-   segments are tried in any case.
+   take no less than no plan at all is therefore planned by Chen et al.'s segments or not at all: what takes the
+   least, of what moves no more than that plan or than none. Where nothing is compute-bound, segments are tried in
+   any case.
 6. `heavy="roofline"` prices a compute-bound operator at its flops times the device's bytes per flop instead of
    banning it. Attention scores are then recomputed, large matmuls are kept.
 
@@ -37,7 +37,7 @@ XLA forms its own groups, and `benchmarks.between_kernels` measures what such cu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from remat.core.devices import get_device
@@ -96,10 +96,8 @@ class MinCut(Policy):
         return cls(memory_weight=0, implementations="none")
 
     def instead(self) -> tuple[Policy, ...]:
-        """Returns the cut of the paper's objective, and segments; none for the former (departure 5)."""
-        if self.memory_weight == 0:
-            return ()
-        return (replace(self, memory_weight=0), Sublinear(device=self.device))
+        """Returns segments; nothing for the paper's objective (departure 5)."""
+        return () if self.memory_weight == 0 else (Sublinear(device=self.device),)
 
     def decide(self, graph: Graph) -> Decision:
         """Returns the minimum cut's values with the flow that certifies it."""

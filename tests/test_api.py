@@ -355,7 +355,7 @@ def test_a_plan_whose_codes_are_too_narrow_is_an_error() -> None:
         return f
 
     w, i = jnp.arange(1.0, 65.0) / 10, jnp.arange(64)
-    plan = remat.plan(of(3), w, i)
+    plan = remat.plan(of(3), w, i, remat_policy=remat.policies.MinCut.paper())
     assert "uint2" in [entry.form for entry in plan.saved]
     for mask in (1, 3):
         got = jax.grad(remat.checkpoint(of(mask), remat_policy=plan))(w, i)

@@ -527,7 +527,7 @@ def test_the_simulator_rejects_a_second_decision() -> None:
 
 
 def test_a_decision_is_not_reported_as_something_unknown() -> None:
-    plan = remat.plan(lambda x: jnp.sum(jnp.sin(x @ W).max(0) ** 2), X)
+    plan = remat.plan(lambda x: jnp.sum(jnp.sin(x @ W).max(0) ** 2), X, remat_policy=MinCut.paper())
     assert not plan.opaque
     kept = {entry.op: entry for entry in plan.saved}
     assert kept["eq"].form == "bits" and "made once" in kept["eq"].why

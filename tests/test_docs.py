@@ -310,7 +310,7 @@ def test_the_notebook_runs_and_stores_what_it_shows(tmp_path: Path) -> None:
 
 
 def _measured_rows(text: str) -> list[tuple[str, ...]]:
-    """The rows of the table of what was measured: temp MiB, peak MiB or -, ms, ms by roofline; each is of a file."""
+    """The rows of what was measured: temp MiB, peak MiB or -, ms, ms by roofline; each is of a file."""
     files = (ROOT / "benchmarks" / "results").glob("gpu_*_????-??-??*.json")
     measured = {
         (

@@ -832,7 +832,8 @@ def test_heads_graphs_and_recommenders_are_predicted_within_a_quarter(
     wrapped = loss if policy == "none" else remat.checkpoint(loss, remat_policy=plan)
     report = remat.compile_report(jax.grad(wrapped), *args, device="h200")
     expected_bytes = report.temp_bytes
-    if loss is head and policy == "min_cut" and not SOFTMAX_BEHIND_A_BARRIER_HAS_A_BUFFER:
+    tied = any(step.action == "barrier" for step in plan.schedule.steps)
+    if loss is head and policy == "min_cut" and tied and not SOFTMAX_BEHIND_A_BARRIER_HAS_A_BUFFER:
         expected_bytes += 2048 * 8192 * 4
     assert plan.peak_bytes == pytest.approx(expected_bytes, rel=0.25)
 

@@ -215,7 +215,10 @@ def test_graph_marks_what_is_kept_and_what_runs_again(tmp_path: Path) -> None:
 
 
 def test_graph_says_in_which_form(tmp_path: Path) -> None:
-    plan = remat.plan(lambda x: jnp.sum(jnp.maximum(x, 0.0) * 3), jnp.ones((8, 128)))
+    cut = remat.policies.MinCut.paper()
+    plan = remat.plan(
+        lambda x: jnp.sum(jnp.maximum(x, 0.0) * 3), jnp.ones((8, 128)), remat_policy=cut
+    )
     encoded = [entry for entry in plan.saved if entry.form != "raw"]
     assert encoded
     plot.graph(plan, tmp_path / "graph.svg")

@@ -109,7 +109,8 @@ def test_report_names_policy_status_and_totals() -> None:
 
 def test_heuristic_and_feasible_plans_say_so() -> None:
     assert "heuristic, no bound" in describe(plan_of_layers("full"))
-    proof = remat.plan(layers, [f32(8, 8)], f32(4, 8)).certificate
+    cut = remat.policies.MinCut.paper()
+    proof = remat.plan(layers, [f32(8, 8)], f32(4, 8), remat_policy=cut).certificate
     assert proof is not None
     proof = dataclasses.replace(proof, value=100, bound=98)
     plan = dataclasses.replace(plan_of_layers(), status="feasible", certificate=proof)
@@ -178,7 +179,8 @@ def with_a_branch(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def test_opaque_operators_are_never_left_out() -> None:
-    plan = remat.plan(with_a_branch, f32(8, 8), f32(8, 8))
+    cut = remat.policies.MinCut.paper()
+    plan = remat.plan(with_a_branch, f32(8, 8), f32(8, 8), remat_policy=cut)
     assert plan.opaque
     text = describe(plan, top=1)
     opaque = " ".join(text[text.index("Opaque operators") :].split())

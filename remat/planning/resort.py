@@ -68,17 +68,15 @@ def useful_plan(graph: Graph, policy: Policy, plan: Plan) -> Plan:
         return plan
     plans = [plan, unchanged_plan(graph, policy)]
     note = f"{policy.name} itself takes {'more' if saves else 'no less than none'}"
-    kept = policy.decide(graph).saved
-    plans += [
-        _under_name(graph, policy, other, note, barriers=True)
-        for other in others
-        if other.decide(graph).saved != kept
-    ]
+    plans += [_under_name(graph, policy, other, note, barriers=True) for other in others]
     moved = [predict(made.graph, made.schedule).traffic_bytes for made in plans]
     found = [
         (moved_bytes, made)
         for moved_bytes, made in zip(moved, plans, strict=True)
-        if moved_bytes <= max(moved[:2]) and _heavy_flops(made) <= _heavy_flops(plan)
+        if moved_bytes <= max(moved[:2])
+        and _heavy_flops(made) <= _heavy_flops(plan)
+        # A jax.checkpoint policy cannot choose what only the derivative of an operator makes.
+        and all(graph.values[entry.value].savable for entry in made.saved)
     ]
     least = min(made.peak_bytes for _, made in found)
     alike = [entry for entry in found if entry[1].peak_bytes <= (1 + ALIKE_PEAK) * least]
@@ -136,9 +134,8 @@ class _Smallest(Policy):
 
 def _under_name(graph: Graph, policy: Policy, other: Policy, why: str, *, barriers: bool) -> Plan:
     """Plans with another policy; why so is in the notes, but for no plan at all, which needs no reason."""
-    decision, settings = other.decide(graph), describe_options(other)
-    name = f"{other.name}({settings})" if settings else other.name
-    notes = decision.notes if isinstance(other, Unchanged) else (f"as {name}: {why}",)
+    decision = other.decide(graph)
+    notes = decision.notes if isinstance(other, Unchanged) else (f"as {other.name}: {why}",)
     return plan_from_saved(
         graph,
         replace(decision, status="heuristic", certificate=None, notes=notes),
