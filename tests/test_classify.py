@@ -226,8 +226,10 @@ def _mlp(activation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("policy", ["min_cut", "full", "echo"])
-def test_a_network_of_unknown_primitives_is_planned_as_one_of_known_ones(policy: str) -> None:
+@pytest.mark.parametrize("policy", [remat.policies.MinCut.paper(), "full", "echo"])
+def test_a_network_of_unknown_primitives_is_planned_as_one_of_known_ones(
+    policy: remat.policies.Policy | str,
+) -> None:
     weights = [jnp.full((64, 64), 0.02)] * 4
     x = jnp.linspace(-1, 1, 128 * 64).reshape(128, 64)
     known = _mlp(lambda x: jnp.sin(x) * jnp.cos(x))
