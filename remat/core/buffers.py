@@ -191,6 +191,8 @@ def _left(graph: Graph, live: Collection[int], buffers: set[int]) -> set[int]:
         moves=[op.kind != "POINTWISE" for op in ops],
         blocks=[blocks_of(op, walked(op)) for op in ops],
         part=part,
+        # Ties depend on the order of one program; this is one answer for all plans of a graph.
+        tick_bytes=0.0,
     )
     ends = [not buffers.isdisjoint(op.outputs) for op in ops]
     found = fuse(program, [op.id in live and op.id not in idle for op in ops], ends).written

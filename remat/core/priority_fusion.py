@@ -50,6 +50,7 @@ class Program:
         moves: by operator, whether it reads other elements than it makes.
         blocks: by operator, the blocks of threads of a kernel that ends with it; 0 for enough.
         part: how often a reader takes a value's elements: less than once if it takes a part of them.
+        tick_bytes: the unit of times, 0 for none.
     """
 
     outs: Sequence[Sequence[int]]
@@ -60,6 +61,7 @@ class Program:
     moves: Sequence[bool]
     blocks: Sequence[int]
     part: Callable[[int, int], float]
+    tick_bytes: float = _TICK_BYTES
 
 
 class Fused:
@@ -88,7 +90,9 @@ class Fused:
         if found is None:
             return False
         work, moved, _ = found
-        moved += sum(in_ticks(program.nbytes[out]) for out in program.outs[number])
+        moved += sum(
+            in_ticks(program.nbytes[out], program.tick_bytes) for out in program.outs[number]
+        )
         apart = LAUNCH_BYTES + producer.time_bytes + consumer.time_bytes
         return consumer.taking(work, moved) <= apart
 
@@ -99,8 +103,9 @@ class Fused:
         if len(parts) == 1:
             return parts[0]
         outs = [out for number in numbers for out in program.outs[number]]
-        written = sum(in_ticks(program.nbytes[out]) for out in outs)
-        kernel = _Kernel(sum(part.work for part in parts), written, parts[0].blocks)
+        written = sum(in_ticks(program.nbytes[out], program.tick_bytes) for out in outs)
+        work = sum(part.work for part in parts)
+        kernel = _Kernel(work, written, parts[0].blocks, program.tick_bytes)
         kernel.instructions = sum(part.instructions for part in parts)
         for number, part in zip(numbers, parts, strict=True):
             # A reduction walks over what it reads: that is the place of all that are merged.
@@ -149,10 +154,11 @@ class _Kernel:
             elements are the place -1; what moves elements reads a value at a place of the value's number.
     """
 
-    __slots__ = ("blocks", "cost", "instructions", "moved", "places", "reads", "work")
+    __slots__ = ("blocks", "cost", "instructions", "moved", "places", "reads", "tick", "work")
 
-    def __init__(self, work: float, moved: float, blocks: int) -> None:
+    def __init__(self, work: float, moved: float, blocks: int, tick: float) -> None:
         self.blocks = blocks
+        self.tick = tick
         self.work = work
         self.moved = moved
         self.instructions = 1
@@ -169,15 +175,15 @@ class _Kernel:
         """Adds to the traffic what reading every operand takes, given the values' sizes."""
         for value, places in self.reads.items():
             times = sum([self.places[place][0] for place in places])
-            self.cost[value] = read_bytes(nbytes[value], times, self.blocks)
+            self.cost[value] = read_bytes(nbytes[value], times, self.blocks, self.tick)
         self.moved += sum(self.cost.values())
 
     def taking(self, work: float, moved: float) -> float:
         """How long it would take with this arithmetic and traffic."""
         if 0 < self.blocks < _PROCESSORS:
             work *= _PROCESSORS / self.blocks
-        work = in_ticks(work)
-        return work + moved - in_ticks(_HIDDEN * min(work, moved))
+        work = in_ticks(work, self.tick)
+        return work + moved - in_ticks(_HIDDEN * min(work, moved), self.tick)
 
 
 _OWN = frozenset((-1,))
@@ -220,8 +226,9 @@ class _Queue:
         program = self.program
         kernel = _Kernel(
             program.work[number],
-            sum(in_ticks(program.nbytes[out]) for out in program.outs[number]),
+            sum(in_ticks(program.nbytes[out], program.tick_bytes) for out in program.outs[number]),
             program.blocks[number],
+            program.tick_bytes,
         )
         for value in program.ins[number]:
             part = program.part(value, number)
@@ -326,7 +333,7 @@ class _Queue:
             for place in own:
                 if place != -1:
                     total += times * places[place][0]
-            cost[value] = read_bytes(nbytes[value], total, consumer.blocks)
+            cost[value] = read_bytes(nbytes[value], total, consumer.blocks, consumer.tick)
             moved += cost[value] - (consumer.cost[value] if there is not None else 0.0)
         return consumer.work + times * producer.work, moved, cost
 
@@ -379,22 +386,23 @@ class _Queue:
         consumer.cost |= cost
 
 
-def read_bytes(nbytes: int, times: float, blocks: int = 0) -> float:
+def read_bytes(nbytes: int, times: float, blocks: int = 0, tick: float = _TICK_BYTES) -> float:
     """What it takes to read an array so often: at first from memory, then from the cache that it fits into.
 
     Args:
         nbytes: of the array.
         times: how often each element.
         blocks: of threads, 0 for enough.
+        tick: the unit of times, 0 for none.
     """
     fastest = _BLOCK_RATE * blocks if blocks else math.inf
-    first = in_ticks(nbytes * min(times, 1.0) / min(fastest, 1.0))
+    first = in_ticks(nbytes * min(times, 1.0) / min(fastest, 1.0), tick)
     if times <= 1:
         return first
     rate = next((faster for most, faster in _CACHES if nbytes < most), 1.0)
-    return first + in_ticks(nbytes * (times - 1) / min(fastest, rate))
+    return first + in_ticks(nbytes * (times - 1) / min(fastest, rate), tick)
 
 
-def in_ticks(nbytes: float) -> float:
+def in_ticks(nbytes: float, tick: float = _TICK_BYTES) -> float:
     """Returns the nearest time in whole ticks; both are in bytes that are moved meanwhile."""
-    return _TICK_BYTES * math.floor(nbytes / _TICK_BYTES + 0.5)
+    return tick * math.floor(nbytes / tick + 0.5) if tick else nbytes
