@@ -17,7 +17,3 @@ ZEROS_OF_STACKS_ARE_MADE_AT_ONCE = jax.__version_info__ < (0, 12)
 
 # The gradient of the larger of two values compares these (`x > y`, `x == y`), not each with the result.
 MAXIMUM_COMPARES_OPERANDS = jax.__version_info__ >= (0, 11, 2)
-
-# XLA:GPU makes a softmax whose operand comes through a barrier one kernel, which has a result of its own. With 0.12
-# it lies in that operand. (What is between was not compiled.)
-SOFTMAX_BEHIND_A_BARRIER_HAS_A_BUFFER = jax.__version_info__ < (0, 12)

@@ -63,6 +63,10 @@ class Program:
     part: Callable[[int, int], float]
     tick_bytes: float = _TICK_BYTES
 
+    def written_bytes(self, number: int) -> float:
+        """What writing an operator's results takes."""
+        return sum([in_ticks(self.nbytes[out], self.tick_bytes) for out in self.outs[number]])
+
 
 class Fused:
     """What XLA has merged; operators are known by their number.
@@ -90,9 +94,7 @@ class Fused:
         if found is None:
             return False
         work, moved, _ = found
-        moved += sum(
-            in_ticks(program.nbytes[out], program.tick_bytes) for out in program.outs[number]
-        )
+        moved += program.written_bytes(number)
         apart = LAUNCH_BYTES + producer.time_bytes + consumer.time_bytes
         return consumer.taking(work, moved) <= apart
 
@@ -102,8 +104,7 @@ class Fused:
         parts = [self._queue.kernels[number] for number in numbers]
         if len(parts) == 1:
             return parts[0]
-        outs = [out for number in numbers for out in program.outs[number]]
-        written = sum(in_ticks(program.nbytes[out], program.tick_bytes) for out in outs)
+        written = sum(program.written_bytes(number) for number in numbers)
         work = sum(part.work for part in parts)
         kernel = _Kernel(work, written, parts[0].blocks, program.tick_bytes)
         kernel.instructions = sum(part.instructions for part in parts)
@@ -226,7 +227,7 @@ class _Queue:
         program = self.program
         kernel = _Kernel(
             program.work[number],
-            sum(in_ticks(program.nbytes[out], program.tick_bytes) for out in program.outs[number]),
+            program.written_bytes(number),
             program.blocks[number],
             program.tick_bytes,
         )

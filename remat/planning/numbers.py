@@ -14,7 +14,7 @@ taken."""
 
 ALIKE_PEAK = 0.001
 """A plan whose peak is less than this share below that of no plan saves nothing: a few numbers. Bound: 0.1 % of the
-memory."""
+memory. Measured: with 3 % a recommender's plan is given up that is predicted to save 1.7 % and saves more."""
 
 SLACK = 0.02
 """A plan that leaves more than this share of the budget is asked for again with more. Bound: 2 % of the

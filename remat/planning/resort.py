@@ -50,7 +50,7 @@ def limit_bytes(limit: Limit, baseline_peak_bytes: int) -> int:
 
 def unchanged_plan(graph: Graph, policy: Policy) -> Plan:
     """Returns the plan that keeps everything as JAX keeps it, under the policy's name."""
-    return _under_name(graph, policy, Unchanged(), "", barriers=False)
+    return _under_name(graph, policy, Unchanged(), barriers=False)
 
 
 def useful_plan(graph: Graph, policy: Policy, plan: Plan) -> Plan:
@@ -132,7 +132,9 @@ class _Smallest(Policy):
         return smallest_known(condense(graph, device=self.device))
 
 
-def _under_name(graph: Graph, policy: Policy, other: Policy, why: str, *, barriers: bool) -> Plan:
+def _under_name(
+    graph: Graph, policy: Policy, other: Policy, why: str = "", *, barriers: bool
+) -> Plan:
     """Plans with another policy; why so is in the notes, but for no plan at all, which needs no reason."""
     decision = other.decide(graph)
     notes = decision.notes if isinstance(other, Unchanged) else (f"as {other.name}: {why}",)
