@@ -424,9 +424,11 @@ def test_addresses_take_no_part() -> None:
         names = [equation.source.primitive.name for equation in program.equations]
         params = program.equations[names.index("pure_callback")].source.params
         printed.append(" ".join(map(str, params.values())))
+        alive.append(program)  # else the second may lie where the first one lay
         return key_of(program, names.index("pure_callback"))
 
     printed: list[str] = []
+    alive: list[object] = []
     assert key() == key()
     assert printed[0] != printed[1] and all("0x" in text for text in printed)
 
