@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from random_graphs import laws
 
 import remat
+from remat.memory.execution import Execution, Prediction
 from remat.policies import LowMemory, MinCut, Policy, Unchanged
 
+predict_module = import_module("remat.memory.predict")  # the package has a function of this name
 WIDTH = 64
 Layer = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -135,3 +138,22 @@ def test_the_compiled_program_takes_less_too(name: str, count: int, share: float
         for f in (loss, remat.checkpoint(loss))
     )
     assert ours <= share * plain
+
+
+def test_nothing_is_predicted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held against other plans was predicted when it was made."""
+    found: list[tuple[int, tuple[tuple[str, int], ...]]] = []
+    graphs: list[object] = []  # alive, so that no two are the same object
+    predicted = predict_module._predict
+
+    def noting(execution: Execution) -> Prediction:
+        graphs.append(execution.graph)
+        steps = tuple((node.name, node.step) for node in execution.nodes)
+        found.append((id(execution.graph), steps))
+        return predicted(execution)
+
+    monkeypatch.setattr(predict_module, "_predict", noting)
+    loss = program(["heat"] * 4, weighted=False)
+    planned(loss, MinCut(), *arguments(4, weighted=False))
+    assert len(found) >= 3  # of the cut, of no plan, of segments
+    assert len(set(found)) == len(found)

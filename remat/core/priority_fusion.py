@@ -20,6 +20,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = ["Fused", "Program", "fuse", "in_ticks", "read_bytes"]
 
@@ -181,10 +182,7 @@ class _Kernel:
 
     def taking(self, work: float, moved: float) -> float:
         """How long it would take with this arithmetic and traffic."""
-        if 0 < self.blocks < _PROCESSORS:
-            work *= _PROCESSORS / self.blocks
-        work = in_ticks(work, self.tick)
-        return work + moved - in_ticks(_HIDDEN * min(work, moved), self.tick)
+        return _taking(work, moved, self.blocks, self.tick)
 
 
 _OWN = frozenset((-1,))
@@ -387,6 +385,19 @@ class _Queue:
         consumer.cost |= cost
 
 
+# Equal layers ask the same again and again.
+_remembered = lru_cache(maxsize=1 << 16)
+
+
+@_remembered
+def _taking(work: float, moved: float, blocks: int, tick: float) -> float:
+    if 0 < blocks < _PROCESSORS:
+        work *= _PROCESSORS / blocks
+    work = in_ticks(work, tick)
+    return work + moved - in_ticks(_HIDDEN * min(work, moved), tick)
+
+
+@_remembered
 def read_bytes(nbytes: int, times: float, blocks: int = 0, tick: float = _TICK_BYTES) -> float:
     """What it takes to read an array so often: at first from memory, then from the cache that it fits into.
 

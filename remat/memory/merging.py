@@ -119,10 +119,12 @@ class _Merger:
     def _merge_pair(self, one: Kernel, two: Kernel, index: int) -> Kernel | None:
         """Merges two kernels that read an array, if XLA does; returns what they become."""
         first, second = sorted((one, two), key=lambda kernel: self.place[kernel.node])
-        if not self._suit(first, second) or self._read_apart(first, second, index):
+        if self._are_far(first, second) or not self._suit(first, second):
+            return None
+        if self._read_apart(first, second, index):
             return None
         later = self._between(first, second)
-        if later is None or not self._is_free(second, [first, *later]):
+        if not self._is_free(second, [first, *later]):
             return None
         self._merge(first, second, later)
         return second
@@ -140,9 +142,9 @@ class _Merger:
         for user in users:
             if best is not None and self._rank(user) <= self._rank(best[0]):
                 continue
-            later = self._between(kernel, user) if self._takes(user) else None
-            if later is None or not self._suit(kernel, user):
+            if not self._takes(user) or self._are_far(kernel, user) or not self._suit(kernel, user):
                 continue
+            later = self._between(kernel, user)
             if self._is_free(user, later) and self._pays(kernel, user):
                 best = user, later
         if best is None:
@@ -176,12 +178,14 @@ class _Merger:
             if kernel is not None:
                 self.place[kernel.node] = place
 
-    def _between(self, first: Kernel, second: Kernel) -> list[Kernel] | None:
-        """The kernels before the second that need the first; None if they stand too far apart to look."""
-        start, end = self.place[first.node], self.place[second.node]
-        if end - start > FAR:
-            return None
-        return dependent([kernel for kernel in self._slots[start:end] if kernel is not None])
+    def _are_far(self, first: Kernel, second: Kernel) -> bool:
+        """Whether two kernels stand too far apart to look at what is between."""
+        return self.place[second.node] - self.place[first.node] > FAR
+
+    def _between(self, first: Kernel, second: Kernel) -> list[Kernel]:
+        """The kernels before the second that need the first."""
+        slots = self._slots[self.place[first.node] : self.place[second.node]]
+        return dependent([kernel for kernel in slots if kernel is not None])
 
     def _is_free(self, kernel: Kernel, others: list[Kernel]) -> bool:
         """Whether a kernel needs none of some others."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 from remat.core.garbage import without_collection
 from remat.core.graph import Graph
@@ -72,26 +73,34 @@ def predict(
     A schedule that runs no operator twice, packs nothing and ties nothing, in its loops neither, is the plain
     program in whatever order it stands: XLA orders it.
     """
-    if not loops and (schedule is None or _is_plain(schedule, loops)):
-        return _plain(graph)
+    if loops:
+        with without_collection():
+            return _predict(executed(graph, schedule, loops))
+    if schedule is not None and _is_plain(schedule, loops):
+        schedule = None
+    parts = (graph,) if schedule is None else (graph, schedule)
+    key = id(graph), id(schedule)
+    known = _KNOWN.get(key)
+    if known is not None and all(map(_refers_to, known.parts, parts)):
+        return known.prediction
     with without_collection():
-        return _predict(executed(graph, schedule, loops))
-
-
-# Of graphs that are alive, by identity: to compare two graphs takes as long as to predict.
-_PLAIN: dict[int, tuple[weakref.ref[Graph], Prediction]] = {}
-
-
-def _plain(graph: Graph) -> Prediction:
-    """Predicts the plain program; several plans of a graph ask for it."""
-    known = _PLAIN.get(id(graph))
-    if known is not None and known[0]() is graph:
-        return known[1]
-    with without_collection():
-        prediction = _predict(execution_of(graph, None, {}))
-    key = id(graph)
-    _PLAIN[key] = weakref.ref(graph, lambda _: _PLAIN.pop(key, None)), prediction
+        prediction = _predict(execution_of(graph, schedule, {}))
+    refs = tuple(weakref.ref(part, lambda _: _KNOWN.pop(key, None)) for part in parts)
+    _KNOWN[key] = _Known(refs, prediction)
     return prediction
+
+
+class _Known(NamedTuple):
+    parts: tuple[weakref.ref[Any], ...]
+    prediction: Prediction
+
+
+# Of graphs and schedules that are alive, by identity: to compare two of them takes as long as to predict.
+_KNOWN: dict[tuple[int, int], _Known] = {}
+
+
+def _refers_to(ref: weakref.ref[Any], part: object) -> bool:
+    return ref() is part
 
 
 def predict_body(
