@@ -265,6 +265,30 @@ def test_of_a_long_sum_those_terms_are_written_that_xla_writes(terms: int) -> No
 NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA differs")
 
 
+def contrastive(diagonal: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Two towers, whose batch is its own negatives."""
+
+    def tower(weights: Any, x: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = jax.nn.relu(x) @ weight
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def loss(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(20 * tower(weights[0], x) @ tower(weights[1], y).T)
+        number = jnp.arange(len(x))
+        return -jnp.mean(jnp.diagonal(logits) if diagonal else logits[number, number])
+
+    weights = [shape(384, 512), shape(512, 256)]
+    return loss, ([weights, weights], shape(4096, 384), shape(4096, 384))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("rows", [8192, 65536])
+def test_a_head_of_one_column_is_part_of_the_loss(rows: int) -> None:
+    """What is made of its product alone is made in its kernel, not with the loss of the first forward pass."""
+    compare(lambda: perceptron(jax.nn.relu, rows), "full")
+
+
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("policy", ["none", "min_cut"])
 @pytest.mark.parametrize(
@@ -285,6 +309,8 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         lambda: stacked_tables(3),
         lambda: vocabulary(16_000),
         lambda: vocabulary(40_000),
+        lambda: contrastive(diagonal=True),
+        lambda: contrastive(diagonal=False),
     ],
     ids=[
         "relu",
@@ -302,6 +328,8 @@ NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA
         "stacked_bags",
         "words",
         "many_words",
+        "diagonal",
+        "gathered",
     ],
 )
 def test_the_compiler_agrees(build: Callable[[], tuple[Any, Any]], policy: str) -> None:

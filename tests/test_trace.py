@@ -148,6 +148,34 @@ def test_cond_and_while_are_opaque_and_reported() -> None:
     assert "cond" in str(plan)
 
 
+def test_what_is_the_same_on_every_platform_is_no_conditional() -> None:
+    """`jnp.diagonal` has a branch of its own inside Pallas' kernels only; jax chooses when it lowers."""
+
+    def contrastive(x: jax.Array) -> jax.Array:
+        return -jnp.diagonal(jax.nn.log_softmax(x @ x.T)).mean()
+
+    assert not ops_named(graph_of(contrastive, shape(8, 4)), "cond")
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    wrapped = remat.checkpoint(contrastive, remat_policy="full")
+    expected = jax.grad(contrastive)(x)
+    for gradient in (jax.grad(wrapped), jax.jit(jax.grad(wrapped))):
+        assert jnp.allclose(gradient(x), expected, atol=1e-6)
+    several = jax.vmap(jax.grad(wrapped))(jnp.stack([x, 2 * x]))
+    assert jnp.allclose(several[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("others", [{"cpu": jnp.sin}, {"tpu": jnp.sin, "cuda": jnp.tanh}])
+def test_what_differs_between_platforms_stays_a_choice(others: dict[str, object]) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        branches = {**others, "default": jnp.cos}
+        return jax.lax.platform_dependent(x**2, **branches).sum()  # pyright: ignore[reportArgumentType]
+
+    assert ops_named(graph_of(function, shape(4)), "cond")
+    x = jnp.arange(4.0)
+    gradient = jax.grad(remat.checkpoint(function, remat_policy="full"))(x)
+    assert jnp.allclose(gradient, jax.grad(function)(x))
+
+
 def test_an_unknown_primitive_is_opaque_never_recomputed_and_said_so() -> None:
     mystery = Primitive("mystery_of_the_test")
     mystery.def_abstract_eval(lambda aval: aval)

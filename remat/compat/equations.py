@@ -45,6 +45,7 @@ _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 # What has a rule for derivatives that says that there are none, or one that does not hold for every kernel.
 _WITHOUT_DERIVATIVE = frozenset({"ffi_call", "io_callback", "pallas_call", "pure_callback"})
+_PLATFORMS = frozenset({"cpu", "cuda", "rocm", "tpu"})
 # One primitive that stands for many operators, each an object in its parameters; jax's name for a few of these,
 # and what the same operators are called where they are primitives.
 _HI_NAME = "call_hi_primitive"
@@ -144,9 +145,24 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
     if name in _CUSTOM_NAMES and inline_custom:
         body = params.get("call_jaxpr", params.get("fun_jaxpr"))
         return None if _needs_rule(body) else body
+    if "branches_platforms" in params:
+        return _common_branch(eqn)
     if _operator_of(eqn) is not None and inline_custom and name not in _HI_OPERATORS.values():
         return _expanded(eqn)  # it has derivative rules of its own, like a custom call
     return None
+
+
+def _common_branch(eqn: JaxprEqn) -> Any | None:
+    """What a `jax.lax.platform_dependent` runs, if that is the same wherever XLA compiles.
+
+    `jnp.diagonal` has a branch of its own inside Pallas' kernels for TPU.
+    """
+    platforms, branches = eqn.params["branches_platforms"], eqn.params["branches"]
+    if any(_PLATFORMS & {*(named or ())} for named in platforms) or platforms[-1] is not None:
+        return None
+    run = _extend_core.jaxpr_as_fun(branches[-1])
+    with eqn.ctx.manager:
+        return jax.make_jaxpr(lambda _, *args: run(*args))(*(shape_of(v.aval) for v in eqn.invars))
 
 
 def _needs_rule(body: Any) -> bool:

@@ -285,13 +285,16 @@ class _Merger:
             if len(matmul.outs) != 1 or number in self.execution.sums:
                 continue
             (index,) = matmul.outs
-            elements = self.instances[index].elements
+            elements, nbytes = self.instances[index].elements, self.instances[index].nbytes
             while len(users[index]) == 1 and index not in self.results:
                 node = self.nodes[users[index][0]]
+                if node.op is not None and node.op.kind == "VIEW" and len(node.outs) == 1:
+                    (index,) = node.outs
+                    continue
                 if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
                     break
                 others = [i for i in node.ins if i != index and i not in sources]
-                if any(self.instances[i].elements >= elements for i in others):
+                if any(self.fusion.reads[i] >= nbytes for i in others):
                     break
                 if len(node.outs) != 1 or self.instances[node.outs[0]].elements != elements:
                     break
