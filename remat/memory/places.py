@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat.core.primitives import SCATTERS
@@ -209,50 +208,22 @@ def _gaps_bytes(
     change = _changes(large, len(layout.order))
     _count_once(change, [found for found in overwriting if found.nbytes >= least])
     alive_bytes = max(itertools.accumulate(change), default=0)
-    blocks = _blocks(execution, layout.order, large, overwriting)
-    return packed_bytes(blocks, alive_bytes) - alive_bytes
+    return packed_bytes(_blocks(large, overwriting), alive_bytes) - alive_bytes
 
 
-def _blocks(
-    execution: Execution,
-    order: Sequence[Kernel],
-    ranges: Sequence[Range],
-    overwriting: Sequence[Range],
-) -> list[Block]:
-    """The places of temporaries; what is written over another lies where that does.
-
-    That is the first of its operands that it may lie in.
-    """
+def _blocks(ranges: Sequence[Range], overwriting: Sequence[Range]) -> list[Block]:
+    """The places of temporaries; what is written over another lies where that does."""
     over = set(map(id, overwriting))
-    written = {root for kernel in order for root in kernel.writes}
-    ending: dict[tuple[int, int], dict[int, list[Range]]] = {}
+    ending: dict[tuple[int, int], list[list[Range]]] = {}
     chains: list[list[Range]] = []
     for found in sorted(ranges, key=lambda r: r.start):
-        there = ending.get((found.start, found.nbytes), {}) if id(found) in over else {}
-        operands = _operands_of(execution, found.index, written) if there else ()
-        operand = next((root for root in (*operands, *there) if root in there), None)
-        chain = [] if operand is None else there.pop(operand)
+        there = ending.get((found.start, found.nbytes), ()) if id(found) in over else ()
+        chain = there.pop() if there else []
         if not chain:
             chains.append(chain)
         chain.append(found)
-        ending.setdefault((found.end, found.nbytes), {})[found.index] = chain
+        ending.setdefault((found.end, found.nbytes), []).append(chain)
     return [Block(c[0].nbytes, c[0].start, c[-1].end, c[0].end) for c in chains]
-
-
-def _operands_of(execution: Execution, index: int, written: AbstractSet[int]) -> Iterator[int]:
-    """The buffers that an array is made of, breadth first, as the operands of a kernel stand."""
-    nodes, instances = execution.nodes, execution.instances
-    queue, seen = [instances[index].producer], set[int]()
-    for number in queue:
-        for operand in nodes[number].ins if number >= 0 else ():
-            root = instances[operand].root
-            if root in seen:
-                continue
-            seen.add(root)
-            if root in written:
-                yield root
-            else:
-                queue.append(instances[root].producer)
 
 
 def occupy_by(
