@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution, behind_operands
 from remat.memory.kernels import Kernel, tie_of, written_over
-from remat.memory.packing import Block, packed_bytes
 from remat.memory.tables import (
     COMPUTED_BYTES,
     CONVOLUTION,
@@ -170,8 +169,7 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
     places = set() if execution.in_loop else _in_results(execution, layout)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = _changes(outside, len(order))
-    overwriting = _overwritten(execution, order, outside)
-    _count_once(change, overwriting)
+    _count_once(change, _overwritten(execution, order, outside))
     peak, at, alive = 0, -1, 0
     in_loops = elsewhere = 0
     totals: list[int] = []
@@ -185,9 +183,6 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
             in_loops = max(in_loops, total)
         else:
             elsewhere = max(elsewhere, total)
-    if not in_loops and not execution.in_loop:
-        peak += _gaps_bytes(execution, layout, outside, overwriting)
-        elsewhere = peak
     return Occupancy(
         totals=totals,
         at=at,
@@ -197,33 +192,6 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
         alive=[r for r in outside if r.covers(at)],
         in_results=[ranges[i] for i in sorted(places) if ranges[i].covers(at)],
     )
-
-
-def _gaps_bytes(
-    execution: Execution, layout: Layout, ranges: Sequence[Range], overwriting: Sequence[Range]
-) -> int:
-    """What lies idle between the large ones of some temporaries, as they keep their places."""
-    least = max((found.nbytes for found in ranges), default=0) * TINY_SHARE
-    large = [found for found in ranges if found.nbytes >= least]
-    change = _changes(large, len(layout.order))
-    _count_once(change, [found for found in overwriting if found.nbytes >= least])
-    alive_bytes = max(itertools.accumulate(change), default=0)
-    return packed_bytes(_blocks(large, overwriting), alive_bytes) - alive_bytes
-
-
-def _blocks(ranges: Sequence[Range], overwriting: Sequence[Range]) -> list[Block]:
-    """The places of temporaries; what is written over another lies where that does."""
-    over = set(map(id, overwriting))
-    ending: dict[tuple[int, int], list[list[Range]]] = {}
-    chains: list[list[Range]] = []
-    for found in sorted(ranges, key=lambda r: r.start):
-        there = ending.get((found.start, found.nbytes), ()) if id(found) in over else ()
-        chain = there.pop() if there else []
-        if not chain:
-            chains.append(chain)
-        chain.append(found)
-        ending.setdefault((found.end, found.nbytes), []).append(chain)
-    return [Block(c[0].nbytes, c[0].start, c[-1].end, c[0].end) for c in chains]
 
 
 def occupy_by(
