@@ -164,7 +164,10 @@ def test_what_is_the_same_on_every_platform_is_no_conditional() -> None:
     assert jnp.allclose(several[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("others", [{"cpu": jnp.sin}, {"tpu": jnp.sin, "cuda": jnp.tanh}])
+@pytest.mark.parametrize(
+    "others",
+    [{"cpu": jnp.sin}, {"tpu": jnp.sin, "cuda": jnp.tanh}, {"METAL": jnp.sin}],
+)
 def test_what_differs_between_platforms_stays_a_choice(others: dict[str, object]) -> None:
     def function(x: jax.Array) -> jax.Array:
         branches = {**others, "default": jnp.cos}

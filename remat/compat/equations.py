@@ -45,7 +45,8 @@ _CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 # What has a rule for derivatives that says that there are none, or one that does not hold for every kernel.
 _WITHOUT_DERIVATIVE = frozenset({"ffi_call", "io_callback", "pallas_call", "pure_callback"})
-_PLATFORMS = frozenset({"cpu", "cuda", "rocm", "tpu"})
+# What `jax.lax.platform_dependent` names that no program is lowered for, but a kernel in it.
+_KERNEL_PLATFORMS = frozenset({"mosaic"})
 # One primitive that stands for many operators, each an object in its parameters; jax's name for a few of these,
 # and what the same operators are called where they are primitives.
 _HI_NAME = "call_hi_primitive"
@@ -153,12 +154,13 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
 
 
 def _common_branch(eqn: JaxprEqn) -> Any | None:
-    """What a `jax.lax.platform_dependent` runs, if that is the same wherever XLA compiles.
+    """What a `jax.lax.platform_dependent` runs, if that is the same wherever a program is lowered.
 
     `jnp.diagonal` has a branch of its own inside Pallas' kernels for TPU.
     """
     platforms, branches = eqn.params["branches_platforms"], eqn.params["branches"]
-    if any(_PLATFORMS & {*(named or ())} for named in platforms) or platforms[-1] is not None:
+    named = {name for names in platforms if names is not None for name in names}
+    if platforms[-1] is not None or not named <= _KERNEL_PLATFORMS:
         return None
     run = _extend_core.jaxpr_as_fun(branches[-1])
     with eqn.ctx.manager:

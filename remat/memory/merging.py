@@ -273,10 +273,24 @@ class _Merger:
     def _shape(self, index: int) -> tuple[int, ...]:
         return self.execution.graph.values[self.instances[index].value].shape
 
+    def _elements_read(self, index: int) -> int:
+        """The elements of the largest array in memory that an instance is made of: of a spread number, one."""
+        most, queue, seen = 0, [index], {index}
+        for found in queue:
+            instance = self.instances[found]
+            if instance.producer < 0 or self.fusion.is_buffer[found]:
+                most = max(most, instance.elements)
+                continue
+            new = [i for i in self.nodes[instance.producer].ins if i not in seen]
+            seen.update(new)
+            queue += new
+        return most
+
     def _in_matmuls(self) -> Iterator[int]:
         """The nodes that end a matmul's own kernel: what its product alone is made into, element by element.
 
-        Other arrays that they read are numbers, rows that are added to each, or arguments (`gemm_fusion`).
+        Other arrays that they read are numbers, rows that are added to each, or arguments (`gemm_fusion`); what is
+        seen otherwise, without a copy, is the same product.
         """
         users, sources = self.fusion.users, self.execution.sources
         for number, matmul in enumerate(self.nodes):
@@ -285,7 +299,7 @@ class _Merger:
             if len(matmul.outs) != 1 or number in self.execution.sums:
                 continue
             (index,) = matmul.outs
-            elements, nbytes = self.instances[index].elements, self.instances[index].nbytes
+            elements = self.instances[index].elements
             while len(users[index]) == 1 and index not in self.results:
                 node = self.nodes[users[index][0]]
                 if node.op is not None and node.op.kind == "VIEW" and len(node.outs) == 1:
@@ -294,7 +308,7 @@ class _Merger:
                 if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
                     break
                 others = [i for i in node.ins if i != index and i not in sources]
-                if any(self.fusion.reads[i] >= nbytes for i in others):
+                if any(self._elements_read(i) >= elements for i in others):
                     break
                 if len(node.outs) != 1 or self.instances[node.outs[0]].elements != elements:
                     break

@@ -27,7 +27,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 from remat.core.garbage import without_collection
 from remat.core.graph import Graph
@@ -78,29 +77,17 @@ def predict(
             return _predict(executed(graph, schedule, loops))
     if schedule is not None and _is_plain(schedule, loops):
         schedule = None
-    parts = (graph,) if schedule is None else (graph, schedule)
     key = id(graph), id(schedule)
-    known = _KNOWN.get(key)
-    if known is not None and all(map(_refers_to, known.parts, parts)):
-        return known.prediction
-    with without_collection():
-        prediction = _predict(execution_of(graph, schedule, {}))
-    refs = tuple(weakref.ref(part, lambda _: _KNOWN.pop(key, None)) for part in parts)
-    _KNOWN[key] = _Known(refs, prediction)
-    return prediction
-
-
-class _Known(NamedTuple):
-    parts: tuple[weakref.ref[Any], ...]
-    prediction: Prediction
+    if key not in _KNOWN:
+        with without_collection():
+            _KNOWN[key] = _predict(execution_of(graph, schedule, {}))
+        for part in (graph, schedule) if schedule is not None else (graph,):
+            weakref.finalize(part, _KNOWN.pop, key, None).atexit = False
+    return _KNOWN[key]
 
 
 # Of graphs and schedules that are alive, by identity: to compare two of them takes as long as to predict.
-_KNOWN: dict[tuple[int, int], _Known] = {}
-
-
-def _refers_to(ref: weakref.ref[Any], part: object) -> bool:
-    return ref() is part
+_KNOWN: dict[tuple[int, int], Prediction] = {}
 
 
 def predict_body(
