@@ -290,6 +290,16 @@ def test_a_head_of_one_column_is_part_of_the_loss(sizes: tuple[int, ...]) -> Non
 
 
 @pytest.mark.gpu_compile
+@pytest.mark.parametrize("sizes", [(64, 128, 128, 512, 1), (64, 64, 1024, 1)])
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])
+def test_two_sums_of_one_array_are_one_kernel_that_does_not_write_over_it(
+    activation: Callable[[jax.Array], jax.Array], sizes: tuple[int, ...]
+) -> None:
+    """The gradients of the head and of the bias before it, whose operands stand on different sides."""
+    compare(lambda: perceptron(activation, 8200, sizes), "none")
+
+
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize("policy", ["none", "min_cut"])
 @pytest.mark.parametrize(
     "build",

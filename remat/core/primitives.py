@@ -438,7 +438,7 @@ _TRAITS: Mapping[Trait, str] = MappingProxyType(
         Trait.TOTAL: "cumsum reduce_sum reduce_window_sum",
         Trait.NAMED_BODY: "scatter-max scatter-min",
         Trait.SAME_BUFFER: """
-            copy_p device_put expand_dims mesh_cast name pvary reshape sharding_constraint squeeze
+            copy copy_p device_put expand_dims mesh_cast name pvary reshape sharding_constraint squeeze
             stop_gradient
         """,
         Trait.IN_PLACE: """

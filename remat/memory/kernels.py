@@ -34,6 +34,7 @@ class Kernel:
         workspace: an operand, and the bytes of what is made of it for this kernel alone.
         is_joined: whether all that it makes is one buffer.
         rows: buffers of which it reads a row before it writes it; empty if it reduces no rows in itself.
+        sums: how many of its reductions are of a buffer, or of what it makes of it.
     """
 
     node: int
@@ -45,6 +46,14 @@ class Kernel:
     workspace: tuple[int, int] | None = None
     is_joined: bool = False
     rows: set[int] = field(default_factory=set)
+    sums: Counter[int] = field(default_factory=Counter)
+
+    def may_write_over(self, buffer: int) -> bool:
+        """Whether it may write over a buffer that it reads: it reduces no rows of it, and sums it once at most.
+
+        The first sum is made before anything is written, a second is not (`FusionCanShareBufferHint`).
+        """
+        return buffer not in self.rows and self.sums[buffer] < 2
 
     def merge(self, other: Kernel) -> None:
         """Takes over what another kernel does."""
@@ -53,6 +62,7 @@ class Kernel:
         self.after |= other.after
         self.merged += [other.node, *other.merged]
         self.copies |= other.copies
+        self.sums += other.sums
 
 
 def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
@@ -79,6 +89,9 @@ def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
                     kernel.copies.add(root)
         if number in found:
             _note_library(execution, node, found[number], turned)
+    for number, kernel in found.items():
+        if execution.nodes[number].reduces:
+            kernel.sums.update(kernel.reads)
     return [found[number] for number in sorted(found)]
 
 

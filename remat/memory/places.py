@@ -302,7 +302,11 @@ def _lies_with(execution: Execution, layout: Layout) -> dict[int, int]:
     may_serve = _may_serve(execution, order, (CONVOLUTION,))
     dying: dict[tuple[int, int], int] = {}
     for index, found in enumerate(ranges):
-        if may_serve(found) and not found.is_scratch and found.index not in order[found.end].rows:
+        if (
+            may_serve(found)
+            and not found.is_scratch
+            and order[found.end].may_write_over(found.index)
+        ):
             dying[found.end, found.nbytes] = index
     over: dict[int, int] = {}
     for index, found in enumerate(ranges):
@@ -365,7 +369,7 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
     places = {found.index: found for found in ranges if may_serve(found)}
     dying: dict[tuple[int, int], int] = {}
     for found in places.values():
-        if found.index not in order[found.end].rows:
+        if order[found.end].may_write_over(found.index):
             dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
     twice: list[Range] = []
     overwriting: set[tuple[int, int]] = set()

@@ -68,7 +68,10 @@ class _Diamonds:
         if not node.reduces or node.op is None or not node.op.axes:
             return False
         values, instances = self._execution.graph.values, self._execution.instances
-        shape = values[instances[node.ins[0]].value].shape
+        first = instances[node.ins[0]]
+        if any(instances[i].elements > first.elements for i in node.ins):
+            return False  # a sum of products, whose axes are those of the second
+        shape = values[first.value].shape
         return node.op.axes == (len(shape) - 1,) and shape[-1] <= LONGEST_ROW
 
     def _closed(self, reduction: Node) -> list[int]:

@@ -61,10 +61,7 @@ def _of_matmul(eqn: Any) -> Traits:
         return {}
     if form == "sum":
         aval, axes = eqn.invars[side].aval, tuple((left, right)[side])
-        found = _of_sum(aval, axes, "add", cycles_named("mul"))
-        if side == 1:  # rows are looked for in the first operand
-            found["axes"] = ()
-        return found
+        return _of_sum(aval, axes, "add", cycles_named("mul"))
     return {
         "batched": len(left_batch) > 0,
         "contracts": (tuple(left), tuple(right), tuple(left_batch), tuple(right_batch)),
