@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -51,6 +51,8 @@ class Program:
         moves: by operator, whether it reads other elements than it makes.
         blocks: by operator, the blocks of threads of a kernel that ends with it; 0 for enough.
         part: how often a reader takes a value's elements: less than once if it takes a part of them.
+        stays: operators that stay kernels of their own when their readers make their results: others see these in
+            another shape (`CanFuseWithAllNonBitcastUsers` leaves them out).
         tick_bytes: the unit of times, 0 for none.
     """
 
@@ -62,6 +64,7 @@ class Program:
     moves: Sequence[bool]
     blocks: Sequence[int]
     part: Callable[[int, int], float]
+    stays: Collection[int] = frozenset()
     tick_bytes: float = _TICK_BYTES
 
     def written_bytes(self, number: int) -> float:
@@ -74,10 +77,12 @@ class Fused:
 
     Attributes:
         written: by operator, whether its results are in memory.
+        made_again: operators that stay, and whose readers make their results all the same.
     """
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
+        self.made_again = frozenset(queue.program.stays) - queue.saved.keys()
         self.written = [number in queue.kernels for number in range(len(queue.program.outs))]
 
     def pays(self, number: int, users: Sequence[int]) -> bool:
@@ -103,6 +108,7 @@ class Fused:
         """Kernels that walk over the same elements, as one: what several read is read once."""
         program = self._queue.program
         parts = [self._queue.kernels[number] for number in numbers]
+        again = {out for number in self.made_again for out in program.outs[number]}
         if len(parts) == 1:
             return parts[0]
         written = sum(program.written_bytes(number) for number in numbers)
@@ -110,8 +116,9 @@ class Fused:
         kernel = _Kernel(work, written, parts[0].blocks, program.tick_bytes)
         kernel.instructions = sum(part.instructions for part in parts)
         for number, part in zip(numbers, parts, strict=True):
-            # A reduction walks over what it reads: that is the place of all that are merged.
-            own = set(program.ins[number]) if program.moves[number] else set[int]()
+            # A reduction walks over what it reads: that is the place of all that are merged, but for what it makes
+            # again, for itself.
+            own = set(program.ins[number]) - again if program.moves[number] else set[int]()
             for value, found in part.reads.items():
                 places = frozenset(-1 if place in own else place for place in found)
                 kernel.reads[value] = kernel.reads.get(value, places) | places
@@ -211,6 +218,9 @@ class _Queue:
         }
         # Of those that may be merged: what every reader saves, None if it cannot take it in.
         self.saved: dict[int, dict[int, float | None]] = {}
+        # Of these the readers that XLA leaves out of the sum: it goes on from the last one, and takes a reader that
+        # stays for gone when another has made its results, until the sum is made anew.
+        self.forgotten: dict[int, set[int]] = {}
         # Kernels made later go first. What copies an operand on the way is a kernel that took the copy in, as that
         # saves most: made later than the operators, the first of them last.
         copies = [n for n, k in self.kernels.items() if len(k.places) > 1 and not program.moves[n]]
@@ -252,7 +262,9 @@ class _Queue:
             if priority != -self.best[number]:
                 continue
             readers = sorted(self.readers[number])
-            producer = self.kernels.pop(number)
+            producer = self.kernels[number]
+            if number not in self.program.stays:
+                del self.kernels[number]
             for user in readers:
                 self._merge(number, producer, user)
                 self._is_new(user)
@@ -270,12 +282,13 @@ class _Queue:
 
     def _priority(self, number: int) -> float:
         saved = self.saved[number]
-        gains = [gain for gain in saved.values() if gain is not None]
-        if not gains or len(gains) < len(saved):
+        if not saved or None in saved.values():
             return -1.0
+        left_out = self.forgotten.get(number, ())
+        gains = [gain for user, gain in saved.items() if gain is not None and user not in left_out]
         total = LAUNCH_BYTES + self.kernels[number].time_bytes + sum(gains)
         if self.note is not None:
-            self.note(number, dict(zip(saved, gains, strict=True)), total)
+            self.note(number, {u: gain for u, gain in saved.items() if gain is not None}, total)
         return total
 
     def _changed(self, merged: int, readers: Sequence[int]) -> None:
@@ -284,13 +297,17 @@ class _Queue:
         for user in readers:
             if user in self.saved:
                 self.saved[user] = {other: self._saves(user, other) for other in self.readers[user]}
+                self.forgotten.pop(user, None)
                 again.add(user)
             for value in self.kernels[user].reads:
                 source = self.maker.get(value)
                 if source in self.saved and source is not None:
                     saved = self.saved[source]
-                    saved.pop(merged, None)
-                    self.readers[source].discard(merged)
+                    if merged in self.kernels and merged in saved:
+                        self.forgotten.setdefault(source, set()).add(merged)
+                    else:
+                        saved.pop(merged, None)
+                        self.readers[source].discard(merged)
                     self.readers[source].add(user)
                     saved[user] = self._saves(source, user)
                     again.add(source)

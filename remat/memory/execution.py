@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from remat.core.graph import Graph, Op
-from remat.memory.zeros import ArrayKind
+from remat.memory.identities import ArrayKind
 
 __all__ = [
     "Alive",
@@ -24,6 +24,7 @@ __all__ = [
     "Working",
     "behind_operands",
     "live_nodes",
+    "post_order",
     "users_of",
 ]
 
@@ -236,3 +237,14 @@ def behind_operands(ends: Iterable[int], operands: Callable[[int], Iterable[int]
             done.add(number)
             order.append(number)
     return order
+
+
+def post_order(execution: Execution) -> dict[int, int]:
+    """Of every node that results need, its place in a depth-first search from them, behind its operands."""
+    nodes, instances = execution.nodes, execution.instances
+
+    def makers(indices: Iterable[int]) -> list[int]:
+        return [p for p in (instances[index].producer for index in indices) if p >= 0]
+
+    found = behind_operands(makers(execution.results), lambda node: makers(nodes[node].ins))
+    return {node: turn for turn, node in enumerate(found)}

@@ -8,7 +8,8 @@ leaves it (`remat.core.priority_fusion`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from remat.core.buffers import is_written, makes_operands
 from remat.core.kernel_work import CYCLE_BYTES, blocks_of, times_read
@@ -28,6 +29,7 @@ class Fusion:
         is_buffer: for every instance whether it is written to memory.
         kernels: for every node the kernels it is part of, each by its last node.
         reads: for every instance the bytes of the buffers that it is made of; of a buffer its own.
+        in_matmuls: the nodes that a matmul's own kernel computes behind its product.
     """
 
     def __init__(self, execution: Execution) -> None:
@@ -39,18 +41,21 @@ class Fusion:
         self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
         self._results = set(execution.results)
         self._inside, self._operands = self._taken_in()
+        self.in_matmuls = frozenset(self._ends_of_matmuls())
         self._choose()
 
     def _choose(self) -> None:
         nodes = self.execution.nodes
         ends = [runs and self._ends(number) for number, runs in enumerate(self.live)]
+        stays = {number for number, end in enumerate(ends) if end and self._stays(number)}
         runs = [*self.live]
         for number in sorted(self._inside, reverse=True):
             # What matmuls alone read, and each of them makes itself, is no kernel.
             runs[number] = ends[number] or any(
                 runs[user] for user in self._others(number, nodes[number].outs)
             )
-        self._fused = fuse(self._program(runs), runs, ends)
+        in_any_case = [end and number not in stays for number, end in enumerate(ends)]
+        self._fused = fuse(self._program(runs, stays), runs, in_any_case)
         in_memory = self._fused.written
         for number in range(len(nodes) - 1, -1, -1):
             if not self.live[number]:
@@ -58,6 +63,8 @@ class Fusion:
             node = nodes[number]
             if in_memory[number]:
                 self.kernels[number] = frozenset((number,))
+                if number in self._fused.made_again:
+                    self.kernels[number] |= self._union(self._whole_readers(number))
                 for out in node.outs:
                     self.is_buffer[out] = True
             else:
@@ -81,6 +88,68 @@ class Fusion:
                 self._apart_from(node.outs, self._others(number, node.outs)),
             )
         )
+
+    def _stays(self, number: int) -> bool:
+        """Whether a node's results are in memory only as split matmuls read them, in another shape."""
+        node, readers = self.execution.nodes[number], self._whole_readers(number)
+        return (
+            node.fusible
+            and not node.reduces
+            and 0 < len(readers) < len(self._readers(node.outs))
+            and number not in self._inside
+            and number not in self._operands
+            and self._results.isdisjoint(node.outs)
+            and not is_written(False, self._apart_from(node.outs, readers))
+        )
+
+    def _whole_readers(self, number: int) -> list[int]:
+        """The readers of a node's results that see them in their own shape: not matmuls that are split."""
+        readers = self._readers(self.execution.nodes[number].outs)
+        return [user for user in readers if user not in self.execution.sums]
+
+    def _elements_read(self, index: int) -> int:
+        """The elements of the largest array in memory that an instance is made of: of a spread number, one."""
+        nodes, instances = self.execution.nodes, self.execution.instances
+        most, queue, seen = 0, [index], {index}
+        for found in queue:
+            producer = instances[found].producer
+            if producer < 0 or not nodes[producer].fusible or nodes[producer].reduces:
+                most = max(most, instances[found].elements)
+                continue
+            new = [i for i in nodes[producer].ins if i not in seen]
+            seen.update(new)
+            queue += new
+        return most
+
+    def _ends_of_matmuls(self) -> Iterator[int]:
+        """The nodes that end a matmul's own kernel: what its product alone is made into, element by element.
+
+        Other arrays that they read are numbers, rows that are added to each, or arguments (`gemm_fusion`); what is
+        seen otherwise, without a copy, is the same product.
+        """
+        users, sources = self.users, self.execution.sources
+        instances = self.execution.instances
+        for number, matmul in enumerate(self.execution.nodes):
+            if not self.live[number] or matmul.op is None or not matmul.op.contracts:
+                continue
+            if len(matmul.outs) != 1 or number in self.execution.sums:
+                continue
+            (index,) = matmul.outs
+            elements = instances[index].elements
+            while len(users[index]) == 1 and index not in self._results:
+                node = self.execution.nodes[users[index][0]]
+                if node.op is not None and node.op.kind == "VIEW" and len(node.outs) == 1:
+                    (index,) = node.outs
+                    continue
+                if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
+                    break
+                others = [i for i in node.ins if i != index and i not in sources]
+                if any(self._elements_read(i) >= elements for i in others):
+                    break
+                if len(node.outs) != 1 or instances[node.outs[0]].elements != elements:
+                    break
+                yield users[index][0]
+                (index,) = node.outs
 
     def _taken_in(self) -> tuple[dict[int, set[int]], set[int]]:
         """What matmuls compute in their own kernels, and the operators whose results these then read.
@@ -121,7 +190,7 @@ class Fusion:
         matmuls = self._inside.get(number, ())
         return [user for user in self._readers(outs) if user not in matmuls]
 
-    def _program(self, runs: Sequence[bool]) -> Program:
+    def _program(self, runs: Sequence[bool], stays: AbstractSet[int]) -> Program:
         nodes, instances = self.execution.nodes, self.execution.instances
         readers = list(self.users)
         for number in self._inside:
@@ -129,6 +198,9 @@ class Fusion:
                 producer = instances[index].producer
                 users = self._others(producer, (index,)) if producer >= 0 else readers[index]
                 readers[index] = [user for user in users if runs[user]]
+        for number in stays:
+            for out in nodes[number].outs:
+                readers[out] = [user for user in readers[out] if user not in self.execution.sums]
         return Program(
             outs=[node.outs for node in nodes],
             ins=[node.ins for node in nodes],
@@ -138,11 +210,17 @@ class Fusion:
             moves=[node.op is None or node.op.kind != "POINTWISE" for node in nodes],
             blocks=[blocks_of(node.op, self.size(n)) for n, node in enumerate(nodes)],
             part=self._part,
+            stays=stays,
         )
 
     def _part(self, index: int, reader: int) -> float:
-        """How often a reader takes an instance's elements: less than once if it takes a part of them."""
+        """How often a reader takes an instance's elements: less than once if it takes a part of them.
+
+        What ends a matmul's kernel costs nothing where it is read: it takes the product alone, which is that.
+        """
         node, instances = self.execution.nodes[reader], self.execution.instances
+        if reader in self.in_matmuls and index in self.execution.sources:
+            return 0.0
         if node.op is None:
             return 1.0
         made = sum(instances[out].elements for out in node.outs)
@@ -172,6 +250,13 @@ class Fusion:
     def pays(self, number: int, users: Sequence[int]) -> bool:
         """Whether XLA would make one kernel of two that writes the results of both; see `Fused.pays`."""
         return self._fused.pays(number, users)
+
+    def is_read(self, index: int, kernel: int) -> bool:
+        """Whether a kernel that needs an instance reads it from memory, and does not make it itself."""
+        if not self.is_buffer[index]:
+            return False
+        producer = self.execution.instances[index].producer
+        return producer not in self._fused.made_again or kernel not in self.kernels[producer]
 
     def size(self, number: int) -> int:
         """The number of elements a kernel walks over."""

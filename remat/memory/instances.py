@@ -17,7 +17,14 @@ from remat.core.graph import Graph, Op
 from remat.core.kernel_work import cycles_named, cycles_of
 from remat.core.primitives import SCATTERS
 from remat.memory.execution import Execution, Instance, Node, Working
-from remat.memory.identities import moves_nothing, signature
+from remat.memory.identities import (
+    array_kind,
+    fills_zeros,
+    is_added_up,
+    moves_nothing,
+    shared_zeros,
+    signature,
+)
 from remat.memory.splits import (
     ELEMENTAL_PARTS,
     PART_BYTES,
@@ -35,7 +42,6 @@ from remat.memory.tables import (
     PIECE,
     POOL_GRADIENT,
 )
-from remat.memory.zeros import array_kind, fills_zeros, is_added_up, shared_zeros
 from remat.plans.steps import Schedule, Step
 
 __all__ = ["Builder", "execution_of", "steps_of"]

@@ -74,14 +74,14 @@ def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
     for number, node in enumerate(execution.nodes):
         if not fusion.live[number]:
             continue
-        if fusion.kernels[number] == {number}:
+        if number in fusion.kernels[number]:
             made = found.setdefault(number, Kernel(number))
             made.writes = [i for i in node.outs if instances[i].root == i and i not in unread]
         for member in fusion.kernels[number]:
             kernel = found.setdefault(member, Kernel(member))
             for index in node.ins:
                 root = instances[index].root
-                if fusion.is_buffer[index] or root != index:
+                if fusion.is_read(index, member) or root != index:
                     kernel.reads.add(root)
                     if instances[index].producer >= 0:
                         kernel.after.add(instances[index].producer)

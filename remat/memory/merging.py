@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from remat.core.priority_fusion import MOST_ARRAYS
-from remat.memory.execution import Execution, Node
+from remat.memory.execution import Execution, Node, post_order
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, dependent
 from remat.memory.tables import FAR, PARTED
@@ -45,7 +45,7 @@ class _Merger:
         operands: by node of a kernel, the instances that it reads: what a barrier lets through is another than what
             it ties.
         users: by instance, the kernels that read it.
-        in_matmuls: the nodes that a matmul's own kernel computes; `cut`: instances of which parts are read.
+        cut: instances of which parts are read.
     """
 
     def __init__(self, execution: Execution, fusion: Fusion, kernels: list[Kernel]) -> None:
@@ -65,11 +65,10 @@ class _Merger:
                 index
                 for number in self._numbers(kernel)
                 for index in self.nodes[number].ins
-                if fusion.is_buffer[index] or self.instances[index].root != index
+                if fusion.is_read(index, kernel.node) or self.instances[index].root != index
             )
             for index in read:
                 self.users.setdefault(index, []).append(kernel)
-        self.in_matmuls = set(self._in_matmuls())
         self.cut = {index for node in self.nodes if node.name in _PARTS for index in node.ins}
 
     def run(self) -> None:
@@ -85,17 +84,18 @@ class _Merger:
         return [kernel for kernel in self._slots if kernel is not None]
 
     def _from_the_last(self) -> list[tuple[int, Kernel | None]]:
-        """The arrays with the kernel that makes each, from the last on.
+        """The arrays with the kernel that makes each, from the last on of a search from the results back.
 
         Those that no kernel makes come where their first reader stands, before it.
         """
+        place = post_order(self.execution)
         maker = {index: kernel for kernel in self.kernels() for index in kernel.writes}
 
         def turn(index: int) -> tuple[int, bool, int]:
             kernel = maker.get(index)
             if kernel is not None:
-                return self.place[kernel.node], True, index
-            return min(self.place[user.node] for user in self.users[index]), False, index
+                return place.get(kernel.node, -1), True, index
+            return min(place.get(user.node, -1) for user in self.users[index]), False, index
 
         turns = sorted(map(turn, maker.keys() | self.users.keys()), reverse=True)
         return [(index, maker.get(index)) for _, _, index in turns]
@@ -213,7 +213,7 @@ class _Merger:
             return False
         if node.kind not in ("op", "pack", "unpack", "sum") or node.name == "concatenate":
             return False
-        if kernel.node in self.in_matmuls:
+        if kernel.node in self.fusion.in_matmuls:
             return False
         is_pointwise = node.op is None or node.op.kind == "POINTWISE"
         return self._rank(kernel) > 0 or node.reduces or is_pointwise
@@ -225,7 +225,7 @@ class _Merger:
             return False
         if node.kind not in ("op", "unpack") or not node.fusible or node.reduces:
             return False
-        return node.name != "transpose" and kernel.node not in self.in_matmuls
+        return node.name != "transpose" and kernel.node not in self.fusion.in_matmuls
 
     def _suit(self, one: Kernel, two: Kernel) -> bool:
         """Whether two kernels walk over one shape, and their code fits (`ShapesCompatibleForMultiOutputFusion`)."""
@@ -277,45 +277,3 @@ class _Merger:
 
     def _shape(self, index: int) -> tuple[int, ...]:
         return self.execution.graph.values[self.instances[index].value].shape
-
-    def _elements_read(self, index: int) -> int:
-        """The elements of the largest array in memory that an instance is made of: of a spread number, one."""
-        most, queue, seen = 0, [index], {index}
-        for found in queue:
-            instance = self.instances[found]
-            if instance.producer < 0 or self.fusion.is_buffer[found]:
-                most = max(most, instance.elements)
-                continue
-            new = [i for i in self.nodes[instance.producer].ins if i not in seen]
-            seen.update(new)
-            queue += new
-        return most
-
-    def _in_matmuls(self) -> Iterator[int]:
-        """The nodes that end a matmul's own kernel: what its product alone is made into, element by element.
-
-        Other arrays that they read are numbers, rows that are added to each, or arguments (`gemm_fusion`); what is
-        seen otherwise, without a copy, is the same product.
-        """
-        users, sources = self.fusion.users, self.execution.sources
-        for number, matmul in enumerate(self.nodes):
-            if not self.fusion.live[number] or matmul.op is None or not matmul.op.contracts:
-                continue
-            if len(matmul.outs) != 1 or number in self.execution.sums:
-                continue
-            (index,) = matmul.outs
-            elements = self.instances[index].elements
-            while len(users[index]) == 1 and index not in self.results:
-                node = self.nodes[users[index][0]]
-                if node.op is not None and node.op.kind == "VIEW" and len(node.outs) == 1:
-                    (index,) = node.outs
-                    continue
-                if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
-                    break
-                others = [i for i in node.ins if i != index and i not in sources]
-                if any(self._elements_read(i) >= elements for i in others):
-                    break
-                if len(node.outs) != 1 or self.instances[node.outs[0]].elements != elements:
-                    break
-                yield users[index][0]
-                (index,) = node.outs

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 from remat.memory.execution import Execution, behind_operands
 from remat.memory.fusion import Fusion
+from remat.memory.identities import ArrayKind, array_kind
 from remat.memory.kernels import Kernel, written_over
 from remat.memory.tables import SMALL_SHARE
-from remat.memory.zeros import ArrayKind, array_kind
 
 __all__ = ["made_early", "orders"]
 
@@ -94,6 +94,9 @@ def _program_of(execution: Execution, kernels: Sequence[Kernel]) -> _Program:
     for number, read in enumerate(operands):
         for other in read:
             users[other].append(number)
+    for number, kernel in enumerate(kernels):
+        if execution.nodes[kernel.node].kind == "barrier":
+            users[number] = _behind_barrier(execution, kernels, number, users[number])
     maker = {root: number for number, kernel in enumerate(kernels) for root in kernel.writes}
     roots = (instances[index].root for index in execution.results)
     reads = [[root for root in k.reads if root not in execution.sources] for k in kernels]
@@ -110,6 +113,21 @@ def _program_of(execution: Execution, kernels: Sequence[Kernel]) -> _Program:
         ],
         ends=list(dict.fromkeys(maker[root] for root in roots if root in maker)),
     )
+
+
+def _behind_barrier(
+    execution: Execution, kernels: Sequence[Kernel], barrier: int, users: Sequence[int]
+) -> list[int]:
+    """The kernels that need a barrier, as they are ready: when XLA has taken all that they read out of its tuple.
+
+    First what most of them read, of equals the last (`ListScheduler`).
+    """
+    instances = execution.instances
+    tied = [instances[index].root for index in execution.nodes[kernels[barrier].node].ins]
+    count = Counter(root for user in users for root in kernels[user].reads)
+    order = sorted(range(len(tied)), key=lambda place: (-count[tied[place]], -place))
+    turn = {tied[place]: at for at, place in enumerate(order)}
+    return sorted(users, key=lambda u: max((turn.get(r, -1) for r in kernels[u].reads), default=-1))
 
 
 def _operands(execution: Execution, kernels: Sequence[Kernel]) -> list[list[int]]:

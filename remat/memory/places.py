@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from remat.core.primitives import SCATTERS
-from remat.memory.execution import Execution, behind_operands
+from remat.memory.execution import Execution, post_order
 from remat.memory.kernels import Kernel, tie_of, written_over
+from remat.memory.packing import blocks_of, packed_bytes
 from remat.memory.tables import (
     COMPUTED_BYTES,
     CONVOLUTION,
@@ -169,7 +172,8 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
     places = set() if execution.in_loop else _in_results(execution, layout)
     outside = [r for i, r in enumerate(ranges) if i not in places]
     change = _changes(outside, len(order))
-    _count_once(change, _overwritten(execution, order, outside))
+    overwriting = _overwritten(execution, order, outside)
+    _count_once(change, overwriting)
     peak, at, alive = 0, -1, 0
     in_loops = elsewhere = 0
     totals: list[int] = []
@@ -183,6 +187,9 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
             in_loops = max(in_loops, total)
         else:
             elsewhere = max(elsewhere, total)
+    if not in_loops and not execution.in_loop:
+        peak += _gaps_bytes(execution, layout, outside, overwriting)
+        elsewhere = peak
     return Occupancy(
         totals=totals,
         at=at,
@@ -192,6 +199,63 @@ def occupy(execution: Execution, layout: Layout) -> Occupancy:
         alive=[r for r in outside if r.covers(at)],
         in_results=[ranges[i] for i in sorted(places) if ranges[i].covers(at)],
     )
+
+
+def _gaps_bytes(
+    execution: Execution, layout: Layout, ranges: Sequence[Range], overwriting: Sequence[Range]
+) -> int:
+    """What lies idle between the large ones of some temporaries, as they keep their places.
+
+    What is written over another lies where the first of its operands does that it may lie in.
+    """
+    least = max((found.nbytes for found in ranges), default=0) * TINY_SHARE
+    large = [found for found in ranges if found.nbytes >= least]
+    change = _changes(large, len(layout.order))
+    _count_once(change, [found for found in overwriting if found.nbytes >= least])
+    alive_bytes = max(itertools.accumulate(change), default=0)
+    over = set(map(id, overwriting))
+    serving = _serving(execution, layout.order, ranges)
+    written = {root for kernel in layout.order for root in kernel.writes}
+
+    def lies_in(place: int, dying: Sequence[int]) -> int | None:
+        found = ranges[place]
+        there = {ranges[i].index: i for i in dying if ranges[i].index in serving}
+        if id(found) not in over or not there:
+            return None
+        operands = _operands_of(execution, found.index, written)
+        return next((there[root] for root in operands if root in there), min(there.values()))
+
+    blocks = [block for block in blocks_of(ranges, lies_in) if block.nbytes >= least]
+    return packed_bytes(blocks, alive_bytes) - alive_bytes
+
+
+def _operands_of(execution: Execution, index: int, written: AbstractSet[int]) -> list[int]:
+    """The buffers that an array is made of, as the operands of its kernel stand.
+
+    XLA takes one producer after the other into a kernel: the last goes, and its operands come behind the others.
+    """
+    instances = execution.instances
+    operands = _operands(execution, index, written)
+    while absorbed := [
+        root for root in operands if root not in written and instances[root].producer >= 0
+    ]:
+        last = max(absorbed, key=lambda root: instances[root].producer)
+        operands.remove(last)
+        operands += [root for root in _operands(execution, last, written) if root not in operands]
+    return operands
+
+
+def _operands(execution: Execution, index: int, written: AbstractSet[int]) -> list[int]:
+    """What a step reads, each once; of what is written only before a function of it was computed, the written."""
+    nodes, instances = execution.nodes, execution.instances
+    found: dict[int, None] = {}
+    for operand in nodes[instances[index].producer].ins:
+        root = instances[operand].root
+        before = nodes[instances[root].producer].ins if instances[root].producer >= 0 else ()
+        if root not in written and len(before) == 1 and instances[before[0]].root in written:
+            root = instances[before[0]].root
+        found[root] = None
+    return list(found)
 
 
 def occupy_by(
@@ -252,7 +316,7 @@ def _in_results(execution: Execution, layout: Layout) -> set[int]:
     for result in sorted(layout.results, key=lambda r: r.start):
         places.setdefault(result.nbytes, []).append(_Place(result.start))
     sizes = sorted(places)
-    turn, over = _post_order(execution), _lies_with(execution, layout)
+    turn, over = post_order(execution), _lies_with(execution, layout)
 
     def by_size(index: int) -> tuple[int, int]:
         found = ranges[index]
@@ -317,17 +381,6 @@ def _lies_with(execution: Execution, layout: Layout) -> dict[int, int]:
     return over
 
 
-def _post_order(execution: Execution) -> dict[int, int]:
-    """Of every node that results need, its place in a depth-first search from them, behind its operands."""
-    nodes, instances = execution.nodes, execution.instances
-
-    def makers(indices: Iterable[int]) -> list[int]:
-        return [p for p in (instances[index].producer for index in indices) if p >= 0]
-
-    found = behind_operands(makers(execution.results), lambda node: makers(nodes[node].ins))
-    return {node: turn for turn, node in enumerate(found)}
-
-
 def _may_serve(
     execution: Execution, order: list[Kernel], also: Sequence[str] = ()
 ) -> Callable[[Range], bool]:
@@ -353,7 +406,15 @@ def _may_serve(
     return may_serve
 
 
-def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range]) -> list[Range]:
+def _serving(execution: Execution, order: Sequence[Kernel], ranges: Sequence[Range]) -> set[int]:
+    """The temporaries that the kernel in which they die may write over."""
+    may_serve = _may_serve(execution, order)
+    return {r.index for r in ranges if may_serve(r) and order[r.end].may_write_over(r.index)}
+
+
+def _overwritten(
+    execution: Execution, order: Sequence[Kernel], ranges: Sequence[Range]
+) -> list[Range]:
     """What kernels write into an operand that dies there: for the first kernel its bytes are counted twice.
 
     XLA lets a kernel do so only if what it reads is itself what made the operand: not through a barrier, nor if it
@@ -365,12 +426,8 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
     # XLA has one buffer for what is scattered into and the scatter's result, and only buffers of one array share.
     kept = {instances[i].root for node in nodes if node.name in IN_PLACE for i in node.ins}
 
-    may_serve = _may_serve(execution, order)
-    places = {found.index: found for found in ranges if may_serve(found)}
-    dying: dict[tuple[int, int], int] = {}
-    for found in places.values():
-        if order[found.end].may_write_over(found.index):
-            dying[found.end, found.nbytes] = dying.get((found.end, found.nbytes), 0) + 1
+    serving = _serving(execution, order, ranges)
+    dying = Counter((found.end, found.nbytes) for found in ranges if found.index in serving)
     twice: list[Range] = []
     overwriting: set[tuple[int, int]] = set()
     for found in ranges:
@@ -387,10 +444,10 @@ def _overwritten(execution: Execution, order: list[Kernel], ranges: list[Range])
         ):
             continue
         key = (found.start, found.nbytes)
-        own = found.end == found.start and found.index in places
+        own = found.end == found.start and found.index in serving
         narrow = found.nbytes < COMPUTED_BYTES * instances[found.index].elements
         several = narrow and order[found.start].merged
-        if dying.get(key, 0) > own and not (several and key in overwriting):
+        if dying[key] > own and not (several and key in overwriting):
             dying[key] -= 1
             overwriting.add(key)
             twice.append(found)

@@ -9,13 +9,14 @@ of XLA:GPU that decide about memory, without compiling. Each has a module, which
 3. `kernels`: what runs as one, and what is copied for it; `matmuls`: those that are multiplied as one; `merging`:
    kernels that are one.
 4. `order`: in which order.
-5. `places`: what lies where, and for how long; so how many bytes are alive when.
+5. `places`: what lies where, and for how long; so how many bytes are alive when. `packing`: and what lies idle
+   between.
 
 `tables` has what is known of primitives by name, and every number. A loop holds its operands, its results and what
 one iteration needs, which is a prediction of its body; what it stacks and nobody reads is dropped.
 
 What is not modelled: XLA's freedom to interleave independent work (where many small arrays compete it finds better
-and worse orders than ours), fragmentation, the scratch space of libraries and of matmuls whose long sum is split,
+and worse orders than ours), the scratch space of libraries and of matmuls whose long sum is split,
 most copies for layouts. `benchmarks/memory_model.py` holds the model against the compiler.
 
 Complexity: linear in the steps, but for the reachability bits (quadratic in bits) and the search for places (the
@@ -33,6 +34,7 @@ from remat.core.graph import Graph
 from remat.memory.bodies import body_executions
 from remat.memory.execution import Alive, Buffer, Execution, Instance, Node, Prediction, Working
 from remat.memory.fusion import Fusion
+from remat.memory.identities import is_constant
 from remat.memory.instances import execution_of
 from remat.memory.kernels import Kernel, find_kernels
 from remat.memory.matmuls import join_matmuls, merged_matmuls
@@ -40,7 +42,6 @@ from remat.memory.merging import merge_kernels
 from remat.memory.order import made_early, orders
 from remat.memory.places import Layout, held_bytes, lay_out, occupy
 from remat.memory.rows import mark_row_kernels
-from remat.memory.zeros import is_constant
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
 
