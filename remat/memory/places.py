@@ -9,6 +9,7 @@ are not there yet, largest first, into the smallest that fits.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,14 +236,22 @@ def _operands_of(execution: Execution, index: int, written: AbstractSet[int]) ->
     XLA takes one producer after the other into a kernel: the last goes, and its operands come behind the others.
     """
     instances = execution.instances
-    operands = _operands(execution, index, written)
-    while absorbed := [
-        root for root in operands if root not in written and instances[root].producer >= 0
-    ]:
-        last = max(absorbed, key=lambda root: instances[root].producer)
-        operands.remove(last)
-        operands += [root for root in _operands(execution, last, written) if root not in operands]
-    return operands
+    operands: dict[int, None] = {}
+    taken_in: list[tuple[int, int]] = []  # the last first
+
+    def add(reader: int) -> None:
+        for root in _operands(execution, reader, written):
+            if root not in operands:
+                operands[root] = None
+                if root not in written and instances[root].producer >= 0:
+                    heapq.heappush(taken_in, (-instances[root].producer, root))
+
+    add(index)
+    while taken_in:
+        _, root = heapq.heappop(taken_in)
+        del operands[root]
+        add(root)
+    return list(operands)
 
 
 def _operands(execution: Execution, index: int, written: AbstractSet[int]) -> list[int]:
