@@ -391,7 +391,7 @@ def _lies_with(execution: Execution, layout: Layout) -> dict[int, int]:
 
 
 def _may_serve(
-    execution: Execution, order: list[Kernel], also: Sequence[str] = ()
+    execution: Execution, order: Sequence[Kernel], also: Sequence[str] = ()
 ) -> Callable[[Range], bool]:
     """Returns whether a kernel may write over a temporary that it reads last: see `_overwritten`.
 
