@@ -108,9 +108,9 @@ class Fused:
         """Kernels that walk over the same elements, as one: what several read is read once."""
         program = self._queue.program
         parts = [self._queue.kernels[number] for number in numbers]
-        again = {out for number in self.made_again for out in program.outs[number]}
         if len(parts) == 1:
             return parts[0]
+        again = {out for number in self.made_again for out in program.outs[number]}
         written = sum(program.written_bytes(number) for number in numbers)
         work = sum(part.work for part in parts)
         kernel = _Kernel(work, written, parts[0].blocks, program.tick_bytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from remat.core.priority_fusion import MOST_ARRAYS
-from remat.memory.execution import Execution, Node, post_order
+from remat.memory.execution import Execution, post_order
 from remat.memory.fusion import Fusion
 from remat.memory.kernels import Kernel, dependent
 from remat.memory.tables import FAR, PARTED
@@ -242,13 +242,10 @@ class _Merger:
     def _reductions(self, kernel: Kernel) -> list[tuple[tuple[int, ...], int]]:
         """What a kernel's reductions have in common with those that they may be merged with."""
         return [
-            (node.op.axes if node.op is not None else (), self._most_elements(node))
-            for node in (self.nodes[last] for last in (kernel.node, *kernel.merged))
+            (node.op.axes if node.op is not None else (), self.fusion.size(last))
+            for last, node in ((last, self.nodes[last]) for last in (kernel.node, *kernel.merged))
             if node.reduces
         ]
-
-    def _most_elements(self, node: Node) -> int:
-        return max(self.instances[index].elements for index in node.ins)
 
     def _transposes(self, kernel: Kernel) -> bool:
         return any(self.nodes[n].name == "transpose" for n in (kernel.node, *kernel.merged))
