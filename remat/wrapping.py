@@ -96,16 +96,19 @@ class _Traced:
         def run(inputs: Sequence[Any]) -> Sequence[Any]:
             return call_deferred(
                 lambda *values: evaluate(program, values),
-                lambda *values: self._planned(values)(values),
+                lambda perturbed: lambda *values: self._planned(values, perturbed)(values),
                 inputs,
             )
 
         return run
 
-    def _planned(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    def _planned(
+        self, inputs: Sequence[Any], perturbed: Sequence[bool]
+    ) -> Callable[[Sequence[Any]], Sequence[Any]]:
         program = self.function.primal
+        flags = zip(perturbed, differentiable_flags(program), strict=True)
         try:
-            plan = self.function.staged(inputs, differentiable_flags(program)).plan
+            plan = self.function.staged(inputs, tuple(p and flag for p, flag in flags)).plan
         except ValueError as error:
             if not compat.is_forward_only(error):
                 raise

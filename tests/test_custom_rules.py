@@ -214,3 +214,31 @@ def test_a_rule_whose_operand_is_not_there_refuses() -> None:
         else:
             for a, b in zip(found, _twice(loss)(W, X), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+_CONSTANTS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "zeros": jnp.zeros_like,
+    "halves": lambda x: jnp.full_like(x, 0.5),
+    "range": lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape),
+    "cast": lambda x: jnp.arange(x.size).reshape(x.shape).astype(x.dtype),
+}
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize("policy", ["min_cut", "full", "gist", "revolve"])
+@pytest.mark.parametrize("constant", _CONSTANTS)
+def test_a_rule_may_hand_on_what_depends_on_nothing(
+    constant: str, policy: str, lowering: Any
+) -> None:
+    """The constant is added to gradients that are computed, first and last."""
+    rule = jax.custom_vjp(lambda x, s: x * s)
+    rule.defvjp(lambda x, s: (x * s, s), lambda s, g: (g * s, _CONSTANTS[constant](s)))
+
+    def loss(x: jax.Array) -> jax.Array:
+        shared = jnp.sin(x)
+        return jnp.sum(rule(jnp.tanh(x), x) + rule(x * x, shared) + rule(shared, x) * shared)
+
+    x = jnp.linspace(-2.0, 3.0, 12)
+    ours = remat.checkpoint(loss, remat_policy=policy, lowering=lowering)
+    for run in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(run(jax.grad(ours))(x), jax.grad(loss)(x), rtol=1e-5)

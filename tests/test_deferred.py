@@ -1,4 +1,4 @@
-"""Policy lowering under every transform: planned when it is differentiated, and not before."""
+"""Calls under every transform: planned when they are differentiated, for what is differentiated, and not before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import remat
 from remat.compat.deferred import call_deferred
@@ -102,7 +103,7 @@ def test_planned_when_differentiated_and_not_before() -> None:
         return [jnp.sin(x)]
 
     def function(x: jax.Array) -> jax.Array:
-        return call_deferred(lambda x: [jnp.sin(x)], planned, [x])[0].sum()
+        return call_deferred(lambda x: [jnp.sin(x)], lambda _: planned, [x])[0].sum()
 
     def loop(x: jax.Array) -> Any:
         return jax.lax.scan(lambda c, row: (c + function(row), None), 0.0, x)[0]
@@ -160,3 +161,119 @@ def test_what_is_linear_is_transposed() -> None:
     (expected,) = jax.linear_transpose(lambda x: linear(x, matrix), x)(given)
     (found,) = jax.linear_transpose(jax.jit(lambda x: ours(x, matrix)), x)(given)
     assert jnp.array_equal(found, expected)
+
+
+def _layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(jnp.sin(x * w) * w)
+
+
+def _target(f: _Function, w: jax.Array, x: jax.Array) -> jax.Array:
+    """What learns to agree with a copy of itself that is held still."""
+    return jnp.mean((f(w, x) - f(jax.lax.stop_gradient(w), f(w, x))) ** 2)
+
+
+def _adversary(f: _Function, w: jax.Array, x: jax.Array) -> jax.Array:
+    """One function whose weights are held still, then its argument, then neither."""
+    still = jax.lax.stop_gradient(w)
+    made = f(still, w * x)
+    return jnp.sum(f(w, jax.lax.stop_gradient(made)) - f(still, made) * f(w, x))
+
+
+def _scanned(f: _Function) -> _Function:
+    def run(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (f(w, c) + x, None), x, None, length=3)[0]
+
+    return run
+
+
+RECORDED: dict[str, Callable[[_Function], _Function]] = {
+    "jit": jax.jit,
+    "jit-jit": lambda f: jax.jit(jax.jit(f)),
+    "jit-vmap": lambda f: jax.jit(jax.vmap(f)),
+    "jit-scan": lambda f: jax.jit(_scanned(f)),
+    "checkpoint-jit": lambda f: jax.checkpoint(jax.jit(f)),
+    "jaxpr": lambda f: jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)(BATCH[0], BATCH[0])),
+    "as it is": lambda f: f,
+}
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("policy", ["min_cut", "full", "save_all", "gist"])
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize("record", RECORDED)
+@pytest.mark.parametrize("loss", [_target, _adversary])
+def test_one_call_is_differentiated_in_several_ways(
+    loss: Callable[..., jax.Array], record: str, lowering: Any, policy: str
+) -> None:
+    """jax records a call once, and differentiates what it recorded with respect to other arguments each time."""
+
+    def gradients(function: _Function) -> Any:
+        recorded = RECORDED[record](function)
+
+        def total(w: jax.Array, x: jax.Array) -> jax.Array:
+            one = recorded if record != "jaxpr" else lambda *args: recorded(*args)[0]
+            return loss(one, w, x)
+
+        both = jax.grad(total, (0, 1))
+        return both(*BATCH[:2]), jax.jit(both)(*BATCH[:2]), jax.grad(total)(*BATCH[1:])
+
+    ours = remat.checkpoint(_layer, remat_policy=policy, lowering=lowering)
+    found, expected = gradients(ours), gradients(_layer)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def _undifferentiable(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct((), x.dtype), x)
+
+
+def _raising(x: jax.Array) -> jax.Array:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("differentiated")
+
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(refuse, refuse)
+    return rule(x)
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize("blocked", [_undifferentiable, _raising, jnp.floor])
+def test_what_is_not_differentiated_needs_no_derivative(blocked: _Function, lowering: Any) -> None:
+    def function(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x) * blocked(scale))
+
+    ours = remat.checkpoint(function, lowering=lowering)
+    scale = jnp.float32(2.5)
+    expected = jax.grad(function)(BATCH, scale)
+    np.testing.assert_allclose(jax.grad(ours)(BATCH, scale), expected, rtol=1e-6)
+    closed = jax.jit(
+        lambda s: jax.grad(remat.checkpoint(lambda x: function(x, s), lowering=lowering))(BATCH)
+    )
+    np.testing.assert_allclose(closed(scale), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad, lambda f: jax.grad(jax.jit(f))])
+def test_checks_are_those_of_the_function(
+    wrap: Callable[[_Function], _Function], lowering: Any
+) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        checkify.check(jnp.sum(x) > 0, "not positive")
+        return jnp.sum(jnp.log(x))
+
+    for errors in (checkify.user_checks, checkify.float_checks):
+        found, expected = (
+            checkify.checkify(wrap(f), errors=errors)(-BATCH)[0].get()
+            for f in (remat.checkpoint(function, lowering=lowering), function)
+        )
+        assert expected is not None
+        assert found is not None
+        assert found.split(".")[0] == expected.split(".")[0]
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize("policy", ["min_cut", "full"])
+def test_gradients_of_numbers_are_as_weakly_typed_as_in_jax(policy: str, lowering: Any) -> None:
+    ours = remat.checkpoint(jnp.sin, remat_policy=policy, lowering=lowering)
+    for number in (3.0, jnp.float32(3.0)):
+        found, expected = (jax.typeof(jax.grad(f)(number)) for f in (ours, jnp.sin))
+        assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)

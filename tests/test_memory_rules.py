@@ -308,21 +308,19 @@ def test_two_sums_of_one_array_are_one_kernel_that_does_not_write_over_it(
         lambda: perceptron(jax.nn.relu6),
         lambda: perceptron(lambda x: jnp.maximum(0.1 * x, x)),
         lambda: perceptron(lambda x: jax.nn.gelu(x, approximate=False)),
-        pytest.param(
-            lambda: perceptron(lambda x: x * jax.scipy.special.i1e(x)), marks=NOT_SINCE_0_12
-        ),
+        lambda: perceptron(lambda x: x * jax.scipy.special.i1e(x)),
         lambda: perceptron(jnp.tanh, 8200),  # no multiple of what weights' gradients are split into
         attention,
         pytest.param(lambda: recommender(6, 2), marks=NOT_SINCE_0_12),
         pytest.param(lambda: recommender(12, 1), marks=NOT_SINCE_0_12),
-        pytest.param(adapters, marks=NOT_SINCE_0_12),
+        adapters,
         lambda: recommender_of_one_table(4),
         lambda: stacked_tables(1),
         pytest.param(lambda: stacked_tables(3), marks=NOT_SINCE_0_12),
         lambda: vocabulary(16_000),
         lambda: vocabulary(40_000),
-        pytest.param(lambda: contrastive(diagonal=True), marks=NOT_SINCE_0_12),
-        pytest.param(lambda: contrastive(diagonal=False), marks=NOT_SINCE_0_12),
+        lambda: contrastive(diagonal=True),
+        lambda: contrastive(diagonal=False),
     ],
     ids=[
         "relu",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.programs import run_on_devices
 
 PROGRAM = """
@@ -55,3 +57,65 @@ print("sharded gradients agree")
 
 def test_gradients_and_shardings_on_four_devices() -> None:
     assert "sharded gradients agree" in run_on_devices(PROGRAM, 4)
+
+
+EXPLICIT = """
+import jax, jax.numpy as jnp, numpy as np
+import remat
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+def mesh(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
+
+def array(shape, mesh, *spec):
+    values = np.random.default_rng(0).normal(size=shape).astype("float32")
+    return jax.device_put(values, NamedSharding(mesh, P(*spec)))
+
+def pool(x, window=2, padding="VALID"):
+    shape, strides = (1, window, window, 1), (1, 2, 2, 1)
+    return jnp.sum(jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, shape, strides, padding) ** 2)
+
+def masked(x):
+    y = jnp.sin(x)
+    return jnp.sum(jnp.where(y >= jnp.mean(y), y, x * x) + jax.nn.relu(y) * jnp.cos(x))
+
+def largest(x):
+    y = jnp.sin(x)
+    return jnp.sum(jnp.take_along_axis(y, jnp.argmax(y, 1)[:, None], 1) * jnp.cos(x)) + jnp.sum(jnp.max(y, 0) ** 2)
+
+def looped(x):
+    return jnp.sum(jax.lax.scan(lambda c, _: (jax.nn.relu(jnp.sin(c)) + c / 8, None), x, None, length=3)[0])
+
+one, two = mesh((4,), ("m",)), mesh((2, 2), ("d", "m"))
+images = 4, 8, 8, 4
+cases = [
+    (pool, array(images, one, "m")),
+    (pool, array(images, one, None, "m")),
+    (pool, array(images, two, "d", None, None, "m")),
+    (lambda x: pool(jax.nn.relu(x)), array(images, one, "m")),
+    (lambda x: pool(x, 3, "SAME"), array(images, one, "m")),
+    (masked, array((8, 8), one, None, "m")),
+    (masked, array((4, 6, 5), two, "d", "m")),
+    (masked, array((16, 64), two, "d", "m")),
+    (masked, array((16, 8), two, None, ("d", "m"))),
+    (largest, array((8, 5), one, "m")),
+    (looped, array((16, 8), two, "d", "m")),
+]
+for loss, x in cases:
+    want = jax.jit(jax.grad(loss))(x)
+    for policy in POLICIES:
+        got = jax.jit(jax.grad(remat.checkpoint(loss, remat_policy=policy)))(x)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        assert got.sharding == want.sharding, (got.sharding, want.sharding)
+print("gradients agree")
+"""
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [("min_cut", "full"), pytest.param(("gist", "monet", "sublinear"), marks=pytest.mark.slow)],
+)
+def test_shardings_that_are_part_of_the_type(policies: tuple[str, ...]) -> None:
+    """Masks are packed, and pools undone, where jax asks how every result is sharded."""
+    program = EXPLICIT.replace("POLICIES", repr(policies))
+    assert "gradients agree" in run_on_devices(program, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -194,3 +195,28 @@ def test_what_is_split_off() -> None:
     assert "debug_callback" in names[0] or "debug_print" in names[0]
     assert not any(name.startswith("debug") for name in names[1])
     assert "while" in names[0] and "while" in names[1]  # argmax reads it too
+
+
+@pytest.mark.parametrize("lowering", ["staged", "policy"])
+@pytest.mark.parametrize(
+    "beside", [lambda n: n + 1, lambda n: jnp.arange(3)], ids=["count", "constant"]
+)
+def test_what_is_split_off_needs_nothing_of_what_has_effects(beside: Any, lowering: Any) -> None:
+    """Batch normalization over devices: a mean of what another mean was taken from, beside a counter."""
+
+    def block(x: jax.Array, n: int) -> Any:
+        centred = x - jax.lax.pmean(x, "i")
+        variance = jax.lax.pmean(centred**2, "i")
+        return centred / jnp.sqrt(variance + 1), beside(n)
+
+    def loss(x: jax.Array, wrap: Callable[..., Any]) -> Any:
+        y, aside = jax.vmap(wrap(block), axis_name="i", in_axes=(0, None), out_axes=(0, None))(x, 0)
+        return jnp.sum(y**3), aside
+
+    x = jnp.arange(4.0) ** 2
+    (found, count), (expected, same) = (
+        jax.grad(lambda x, w=wrap: loss(x, w), has_aux=True)(x)
+        for wrap in (partial(remat.checkpoint, lowering=lowering), lambda f: f)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_array_equal(count, same)

@@ -10,6 +10,7 @@ from remat.compat.contexts import (
     is_eager_in_shard_map,
     is_forward_only,
     is_gradient,
+    is_recorded,
     is_traced_here,
     is_tracer,
     jax_checkpoint,
@@ -64,8 +65,10 @@ from remat.compat.loops import (
     scan_parts,
     trace_chunk,
 )
+from remat.compat.shardings import explicit_axes, num_shards, reshape, reshard_like
 from remat.compat.sizes import equation_with_sizes, with_sizes
 from remat.compat.types import (
+    array_like,
     cotangent_of,
     is_symbolic,
     shape_of,
@@ -74,6 +77,11 @@ from remat.compat.types import (
 )
 
 __all__ = [
+    "explicit_axes",
+    "num_shards",
+    "reshape",
+    "reshard_like",
+    "array_like",
     "untraced",
     "structure_of",
     "reference_of",
@@ -106,6 +114,7 @@ __all__ = [
     "is_eager_in_shard_map",
     "is_forward_only",
     "is_gradient",
+    "is_recorded",
     "is_literal",
     "is_symbolic",
     "is_traced_here",

@@ -11,6 +11,8 @@ from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import lib as _lib
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import partial_eval as _pe
 
 __all__ = [
     "CPU_UNDOES_REMATERIALIZATION",
@@ -19,6 +21,7 @@ __all__ = [
     "is_eager_in_shard_map",
     "is_forward_only",
     "is_gradient",
+    "is_recorded",
     "is_traced_here",
     "is_tracer",
     "jax_checkpoint",
@@ -57,6 +60,18 @@ def _current_traces() -> list[Any]:
         found.append(trace)
         trace = getattr(trace, "parent_trace", None)
     return found
+
+
+def is_recorded(inputs: Sequence[Any]) -> bool:
+    """Whether an operation on these becomes part of a jaxpr before it is differentiated, if it ever is."""
+    for trace in _current_traces():
+        if isinstance(trace, _pe.DynamicJaxprTrace):
+            return True
+        if isinstance(trace, _ad.JVPTrace | _ad.LinearizeTrace) and any(
+            getattr(x, "_trace", None) is trace for x in inputs
+        ):
+            return False
+    return False
 
 
 def in_loop_body() -> bool:

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.export
+from jax._src.lax import lax as _lax
 
 __all__ = [
+    "array_like",
     "cotangent_of",
     "is_symbolic",
     "shape_of",
@@ -44,6 +46,12 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     if sharding is not None and not getattr(sharding.mesh, "empty", True):
         extra["sharding"] = sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **extra)
+
+
+def array_like(value: Any, aval: Any) -> jax.Array:
+    """Returns a value with the dtype of an abstract value, weak where that is: as jax makes its gradient."""
+    is_weak = bool(getattr(aval, "weak_type", False))
+    return _lax._convert_element_type(value, aval.dtype, weak_type=is_weak)
 
 
 def zeros_of(aval: Any) -> Any:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from remat import compat
 from remat.core.errors import PolicyError
 from remat.core.forms import ROW, Encoding, get_encoding
 
@@ -133,22 +134,30 @@ def unpack_bits(packed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return _unpack(packed, 1, shape) != 0
 
 
-def _packed_axis(shape: tuple[int, ...], per_byte: int) -> int | None:
-    """The last axis that `per_byte` divides, so that packing keeps the array's layout and sharding."""
-    axes = [axis for axis, dim in enumerate(shape) if dim and dim % per_byte == 0]
-    return axes[-1] if axes else None
+def _packed_axis(codes: jax.Array, per_byte: int) -> int | None:
+    """The last axis that `per_byte` divides, so that packing keeps the array's layout and sharding.
+
+    One of which `per_byte` divides every shard comes before others.
+    """
+    axes = [axis for axis, dim in enumerate(codes.shape) if dim and dim % per_byte == 0]
+    whole = [a for a in axes if codes.shape[a] // per_byte % compat.num_shards(codes, a) == 0]
+    return (whole or axes or [None])[-1]
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs `uint8` codes below `2**bits` into bytes, the first one lowest."""
     per_byte = 8 // bits
-    axis = _packed_axis(codes.shape, per_byte)
+    axis = _packed_axis(codes, per_byte)
     if axis is None:
         size = math.prod(codes.shape)
-        codes = jnp.pad(codes.reshape(-1), (0, -size % per_byte))
+        codes = jnp.pad(compat.reshape(codes, (size,), (None,)), (0, -size % per_byte))
         axis = 0
-    shape = codes.shape
-    grouped = codes.reshape(*shape[:axis], shape[axis] // per_byte, per_byte, *shape[axis + 1 :])
+    shape, places = codes.shape, range(codes.ndim)
+    grouped = compat.reshape(
+        codes,
+        (*shape[:axis], shape[axis] // per_byte, per_byte, *shape[axis + 1 :]),
+        (*places[: axis + 1], None, *places[axis + 1 :]),
+    )
     # Not a product with 1, 2, 4, ...: XLA makes an array of these, which all masks of a program read, and merges
     # the kernels that read it into one, whose operands then all stay alive until the last of them is there.
     placed = jnp.left_shift(grouped, _shifts(grouped.ndim, axis + 1, bits))
@@ -158,11 +167,12 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
 def _unpack(packed: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
     """Inverse of `_pack`."""
     per_byte = 8 // bits
-    axis = _packed_axis(shape, per_byte)
-    if axis is None:
-        codes = _spread(packed, bits, 0, (per_byte * packed.shape[0],))
-        return codes[: math.prod(shape)].reshape(shape)
-    return _spread(packed, bits, axis, shape)
+    for axis, dim in enumerate(shape):
+        shorter = (*shape[:axis], dim // per_byte, *shape[axis + 1 :])
+        if dim and dim % per_byte == 0 and packed.shape == shorter:
+            return _spread(packed, bits, axis, shape)
+    codes = _spread(packed, bits, 0, (per_byte * packed.shape[0],))
+    return codes[: math.prod(shape)].reshape(shape)
 
 
 def _spread(packed: jax.Array, bits: int, axis: int, shape: tuple[int, ...]) -> jax.Array:
@@ -170,7 +180,7 @@ def _spread(packed: jax.Array, bits: int, axis: int, shape: tuple[int, ...]) -> 
     spread = jnp.expand_dims(packed, axis + 1)
     shifts = _shifts(spread.ndim, axis + 1, bits)
     codes = jnp.right_shift(spread, shifts) & jnp.uint8(2**bits - 1)
-    return codes.reshape(shape)
+    return compat.reshape(codes, shape, [a + (a > axis) for a in range(len(shape))])
 
 
 def _shifts(ndim: int, axis: int, bits: int) -> jax.Array:
@@ -234,7 +244,8 @@ def _encode_sparse(array: jax.Array, capacity: int) -> tuple[jax.Array, jax.Arra
     fills its places with columns of zeros, so all columns of a row differ and decoding needs no sum.
     """
     size = math.prod(array.shape)
-    rows = jnp.pad(array.reshape(-1), (0, -size % ROW)).reshape(-1, ROW)
+    flat = compat.reshape(array, (size,), (None,))
+    rows = jnp.pad(flat, (0, -size % ROW)).reshape(-1, ROW)
     columns = jax.lax.broadcasted_iota(jnp.uint16, rows.shape, 1)
     keys = columns + jnp.uint16(ROW) * (rows == 0).astype(jnp.uint16)
     first = jnp.sort(keys, axis=1)[:, :capacity] & jnp.uint16(ROW - 1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from remat import compat
+from remat.compat.deferred import call_deferred
 from remat.core.errors import DifferentiationError
 from remat.core.interrupt import interrupted, planning
 from remat.lower.confirm import plan_and_confirm
@@ -91,6 +92,15 @@ class StagedFunction:
             x if flag else jax.lax.stop_gradient(x)
             for x, flag in zip(inputs, self.with_gradient, strict=True)
         ]
+        if compat.is_recorded(inputs):
+            return call_deferred(
+                lambda *values: evaluate(self.primal, values),
+                lambda perturbed: self._called,
+                inputs,
+            )
+        return self._called(*inputs)
+
+    def _called(self, *inputs: Any) -> list[Any]:
         try:
             return self._call(*inputs)
         except TypeError as error:

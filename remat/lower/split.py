@@ -82,8 +82,11 @@ def inputs_with_gradient(program: Program) -> tuple[bool, ...]:
 
 
 def _without_effects(equations: Sequence[Equation], aside: Sequence[Atom]) -> tuple[Equation, ...]:
-    """The equations that results split off need; what has an effect is run with the others, and not twice."""
-    return tuple(e for e in live_equations(equations, aside) if not e.source.effects)
+    """The equations that results split off need; what has an effect is run with the others, and not twice.
+
+    None of these results needs what has an effect, nor, therefore, what only that needs.
+    """
+    return live_equations([e for e in equations if not e.source.effects], aside)
 
 
 def _forward_only(program: Program) -> set[int]:

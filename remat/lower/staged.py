@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from remat import compat
 from remat.compat.barriers import tied
@@ -124,7 +123,7 @@ class Staged:
         program = self.joint.program
         wanted = [v for v, flag in zip(program.inputs, self.joint.perturbed, strict=False) if flag]
         return [
-            jnp.asarray(machine.read(atom), program.avals[v].dtype)
+            compat.array_like(machine.read(atom), program.avals[v])
             for v, atom in zip(wanted, self.joint.gradient_atoms, strict=True)
         ]
 
@@ -220,9 +219,10 @@ class _Machine:
     def _decode(self, step: Step) -> None:
         value = self.graph.values[step.target]
         aval = self.joint.program.avals[step.target]
-        self.env[step.target] = decode(
+        decoded = decode(
             form_of(value), self.bits[step.target], aval.shape, aval.dtype, offset=_lowest(value)
         )
+        self.env[step.target] = compat.reshard_like(decoded, aval)
 
     def _drop(self, step: Step) -> None:
         self.bits.pop(step.target, None)

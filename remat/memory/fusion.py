@@ -8,16 +8,19 @@ leaves it (`remat.core.priority_fusion`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from remat.core.buffers import is_written, makes_operands
 from remat.core.kernel_work import CYCLE_BYTES, blocks_of, times_read
 from remat.core.priority_fusion import Program, fuse
 from remat.memory.execution import Execution, Node, live_nodes, users_of
-from remat.memory.tables import OF_SEVERAL
+from remat.memory.tables import MATMULS_ADD_ARRAYS, OF_SEVERAL
 
 __all__ = ["Fusion"]
+
+# What XLA fuses with readers, but not into a matmul's kernel.
+_APART = frozenset({"dynamic_slice", "gather"})
 
 
 class Fusion:
@@ -30,9 +33,13 @@ class Fusion:
         kernels: for every node the kernels it is part of, each by its last node.
         reads: for every instance the bytes of the buffers that it is made of; of a buffer its own.
         in_matmuls: the nodes that a matmul's own kernel computes behind its product.
+        within: matmuls, and what is in their kernels, of which nothing is written: another array is added first.
+
+    Args:
+        joined: matmuls that are multiplied as one with others.
     """
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Execution, joined: AbstractSet[int] = frozenset()) -> None:
         self.execution = execution
         self.live = live_nodes(execution)
         self.users = users_of(execution, self.live)
@@ -41,7 +48,13 @@ class Fusion:
         self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
         self._results = set(execution.results)
         self._inside, self._operands = self._taken_in()
-        self.in_matmuls = frozenset(self._ends_of_matmuls())
+        self.in_matmuls: set[int] = set()
+        self.within: set[int] = set()
+        self._sums: set[int] = set()  # what their kernels write
+        self._beside: set[tuple[int, int]] = (
+            set()
+        )  # what they read beside the product, each by its reader
+        self._find_ends_of_matmuls(joined)
         self._choose()
 
     def _choose(self) -> None:
@@ -56,7 +69,7 @@ class Fusion:
             )
         in_any_case = [end and number not in stays for number, end in enumerate(ends)]
         self._fused = fuse(self._program(runs, stays), runs, in_any_case)
-        in_memory = self._fused.written
+        in_memory = [w and n not in self.within for n, w in enumerate(self._fused.written)]
         for number in range(len(nodes) - 1, -1, -1):
             if not self.live[number]:
                 continue
@@ -83,6 +96,7 @@ class Fusion:
             not readers
             or not self._results.isdisjoint(node.outs)
             or number in self._operands
+            or number in self._sums
             or is_written(
                 not node.fusible or node.reduces,
                 self._apart_from(node.outs, self._others(number, node.outs)),
@@ -121,35 +135,70 @@ class Fusion:
             queue += new
         return most
 
-    def _ends_of_matmuls(self) -> Iterator[int]:
-        """The nodes that end a matmul's own kernel: what its product alone is made into, element by element.
+    def _find_ends_of_matmuls(self, joined: AbstractSet[int]) -> None:
+        """Finds the nodes that end a matmul's own kernel: what its product alone is made into, element by element.
 
-        Other arrays that they read are numbers, rows that are added to each, or arguments (`gemm_fusion`); what is
-        seen otherwise, without a copy, is the same product.
+        Other arrays that they read are numbers, rows that are added to each, or arguments (`gemm_fusion`), and of
+        jax 0.12 on all that is not made element by element; what is seen otherwise, without a copy, is the same
+        product. Of matmuls that are `joined` each product is part of another.
         """
         users, sources = self.users, self.execution.sources
         instances = self.execution.instances
         for number, matmul in enumerate(self.execution.nodes):
             if not self.live[number] or matmul.op is None or not matmul.op.contracts:
                 continue
-            if len(matmul.outs) != 1 or number in self.execution.sums:
+            if len(matmul.outs) != 1 or number in self.execution.sums or number in joined:
                 continue
             (index,) = matmul.outs
             elements = instances[index].elements
+            chain: list[int] = []
             while len(users[index]) == 1 and index not in self._results:
-                node = self.execution.nodes[users[index][0]]
+                (user,) = users[index]
+                node = self.execution.nodes[user]
                 if node.op is not None and node.op.kind == "VIEW" and len(node.outs) == 1:
                     (index,) = node.outs
                     continue
                 if node.op is None or node.op.kind != "POINTWISE" or not node.fusible:
                     break
+                if user in self.in_matmuls:
+                    break  # the other product takes it
                 others = [i for i in node.ins if i != index and i not in sources]
-                if any(self._elements_read(i) >= elements for i in others):
+                free = [i for i in node.ins if i != index and (i in sources or MATMULS_ADD_ARRAYS)]
+                if any(
+                    self._elements_read(i) >= elements and not self._is_apart(i) for i in others
+                ):
                     break
                 if len(node.outs) != 1 or instances[node.outs[0]].elements != elements:
                     break
-                yield users[index][0]
+                chain.append(user)
+                self._beside.update((user, i) for i in free)
                 (index,) = node.outs
+            self.in_matmuls.update(chain)
+            if any(map(self._adds_array, chain)):
+                self.within.update((number, *chain[:-1]))
+                self._sums.add(chain[-1])
+
+    def _is_apart(self, index: int) -> bool:
+        """Whether a matmul's kernel may add an array that is no argument to its product: it is made before."""
+        if not MATMULS_ADD_ARRAYS:
+            return False
+        nodes, instances = self.execution.nodes, self.execution.instances
+        producer = instances[instances[index].root].producer
+        node = nodes[producer] if producer >= 0 else None
+        return (
+            node is None
+            or not node.fusible
+            or node.reduces
+            or node.name in _APART
+            or producer in self.in_matmuls
+        )
+
+    def _adds_array(self, number: int) -> bool:
+        """Whether a node reads an array as large as what it makes that is no argument, beside a product."""
+        node, instances = self.execution.nodes[number], self.execution.instances
+        made = instances[node.outs[0]].elements
+        whole = {i for i in node.ins if instances[i].elements >= made}
+        return len(whole - self.execution.sources) > 1
 
     def _taken_in(self) -> tuple[dict[int, set[int]], set[int]]:
         """What matmuls compute in their own kernels, and the operators whose results these then read.
@@ -219,7 +268,7 @@ class Fusion:
         What ends a matmul's kernel costs nothing where it is read: it takes the product alone, which is that.
         """
         node, instances = self.execution.nodes[reader], self.execution.instances
-        if reader in self.in_matmuls and index in self.execution.sources:
+        if (reader, index) in self._beside:
             return 0.0
         if node.op is None:
             return 1.0

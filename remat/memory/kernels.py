@@ -77,10 +77,13 @@ def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
         if number in fusion.kernels[number]:
             made = found.setdefault(number, Kernel(number))
             made.writes = [i for i in node.outs if instances[i].root == i and i not in unread]
+        is_within = number in fusion.within and node.op is not None and bool(node.op.contracts)
         for member in fusion.kernels[number]:
             kernel = found.setdefault(member, Kernel(member))
             for index in node.ins:
                 root = instances[index].root
+                if is_within:
+                    kernel.rows.add(root)
                 if fusion.is_read(index, member) or root != index:
                     kernel.reads.add(root)
                     if instances[index].producer >= 0:

@@ -3,11 +3,13 @@
 `x @ a` and `x @ b` become `x @ concatenate(a, b)`, one buffer of which both results are slices; so do matmuls of
 other arrays with one weight, as an unrolled recurrent network has for every step. It follows XLA's `dot_merger`,
 which runs before anything is fused: the order of the pairs, what counts as small, and that neither may need the
-other. What it merges besides, an operand of one that is the transposed operand of the other, is left out.
+other; of jax 0.12 also that they are alike in size. What it merges besides, an operand of one that is the
+transposed operand of the other, is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -23,7 +25,13 @@ from remat.memory.splits import (
     shape_of,
     widths_of,
 )
-from remat.memory.tables import MERGED_BYTES, MOST_PIECES, PIECE
+from remat.memory.tables import (
+    MERGED_BYTES,
+    MERGED_RATIO,
+    MOST_PIECES,
+    ONLY_ALIKE_MATMULS_ARE_MERGED,
+    PIECE,
+)
 
 __all__ = ["Group", "join_matmuls", "merged_matmuls"]
 
@@ -59,8 +67,13 @@ class _Merger:
         side_of: dict[int, int] = {}
         for side, found in classes:
             matmuls = [number for number in found if number not in taken]
+            if ONLY_ALIKE_MATMULS_ARE_MERGED:
+                matmuls.sort(key=lambda number: self._own_bytes(number, side))
             for place, first in enumerate(matmuls):
+                most_bytes = self._most_bytes(first, side)
                 for second in matmuls[place + 1 :] if first not in taken else ():
+                    if self._own_bytes(second, side) > most_bytes:
+                        break
                     if second not in taken and self._merge(first, second, side):
                         taken.add(second)
                         side_of[first] = side
@@ -85,7 +98,7 @@ class _Merger:
                     found[turned, shared, side, rest].append(number)
         for key in sorted(found, key=lambda key: key[:3]):
             matmuls = found[key]
-            if len(matmuls) > 1 and any(map(self._is_small, matmuls)):
+            if len(matmuls) > 1 and any(self._is_small(number, key[2]) for number in matmuls):
                 yield key[2], matmuls
 
     def _whole_bytes(self, index: int) -> int:
@@ -106,8 +119,22 @@ class _Merger:
         in_place = (*range(count),), (*range(start, start + len(summed)),)
         return (batch, summed) != in_place, (summed, batch, other.dtype, result.dtype)
 
-    def _is_small(self, number: int) -> bool:
-        return self.size[number] <= MERGED_BYTES
+    def _own_bytes(self, number: int, side: int) -> int:
+        """Bytes of what a matmul does not share with others."""
+        shared = unpadded(self.execution, self.execution.nodes[number].ins[side])
+        return self.size[number] - self._whole_bytes(shared)
+
+    def _is_small(self, number: int, side: int) -> bool:
+        alike = ONLY_ALIKE_MATMULS_ARE_MERGED
+        return (self._own_bytes(number, side) if alike else self.size[number]) <= MERGED_BYTES
+
+    def _most_bytes(self, first: int, side: int) -> float:
+        """Bytes of the largest matmul that is merged with this one, those that are shared left out."""
+        return (
+            MERGED_RATIO * self._own_bytes(first, side)
+            if ONLY_ALIKE_MATMULS_ARE_MERGED
+            else math.inf
+        )
 
     def _find_dependent(self, matmuls: set[int]) -> None:
         if not matmuls:
@@ -126,12 +153,12 @@ class _Merger:
 
     def _merge(self, first: int, second: int, side: int) -> bool:
         """Makes one of two matmuls, known by the first; not if neither is small, or one needs the other."""
-        if not (self._is_small(first) or self._is_small(second)):
+        is_small = self._is_small(first, side)
+        if not is_small and (ONLY_ALIKE_MATMULS_ARE_MERGED or not self._is_small(second, side)):
             return False
         if self.after[first] & self.own[second] or self.after[second] & self.own[first]:
             return False
-        shared = unpadded(self.execution, self.execution.nodes[first].ins[side])
-        self.size[first] += self.size[second] - self._whole_bytes(shared)
+        self.size[first] += self._own_bytes(second, side)
         # What needs one of them needs both now, and so does what needs that.
         own = self.own[first] = self.own[first] | self.own[second]
         both = self.after[first] | self.after[second] | own

@@ -26,6 +26,7 @@ from remat.memory.tables import (
     IN_PLACE,
     SEVERAL_RESULTS,
     TINY_SHARE,
+    TUPLES_ARE_READ_DIRECTLY,
 )
 
 __all__ = ["Layout", "Occupancy", "Range", "held_bytes", "lay_out", "occupy", "occupy_by"]
@@ -400,7 +401,9 @@ def _may_serve(
         also: what makes several arrays, and is written over all the same.
     """
     nodes, instances = execution.nodes, execution.instances
-    tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
+    tied: set[int] = set()
+    if not TUPLES_ARE_READ_DIRECTLY:
+        tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
     joined = {node for k in order if k.is_joined for node in (k.node, *k.merged)}
 
     def may_serve(found: Range) -> bool:

@@ -137,7 +137,7 @@ def buffers(graph: Graph) -> tuple[int, ...]:
 def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
     """Returns what runs as one, and in which order with which buffers."""
     groups = merged_matmuls(execution)
-    fusion = Fusion(execution)
+    fusion = Fusion(execution, {number for _, members in groups for number in members})
     kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)
     mark_row_kernels(execution, fusion, kernels)
     kernels = merge_kernels(execution, fusion, kernels)

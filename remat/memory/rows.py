@@ -36,7 +36,7 @@ def mark_row_kernels(execution: Execution, fusion: Fusion, kernels: Sequence[Ker
                     own.add(number)
                 elif number in made and diamonds.is_made_of_numbers(number):
                     pending += [n for n in made[number].reads if readers[n] == 1]
-            kernel.rows = kernel.reads & set[int]().union(
+            kernel.rows |= kernel.reads & set[int]().union(
                 *(made[n].reads for n in own if n in made)
             )
 

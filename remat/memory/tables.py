@@ -5,6 +5,8 @@ Nothing here follows from the graph. What XLA fuses does, as `Op.fusible` and `O
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 from remat.core.primitives import Trait, primitives_with
 
 __all__ = [
@@ -17,9 +19,12 @@ __all__ = [
     "INDEX_BYTES",
     "IN_PLACE",
     "LONGEST_ROW",
+    "MATMULS_ADD_ARRAYS",
     "MERGED_BYTES",
+    "MERGED_RATIO",
     "MOST_PIECES",
     "OF_SEVERAL",
+    "ONLY_ALIKE_MATMULS_ARE_MERGED",
     "PARTED",
     "PIECE",
     "POOL_GRADIENT",
@@ -27,6 +32,7 @@ __all__ = [
     "SEVERAL_RESULTS",
     "SMALL_SHARE",
     "TINY_SHARE",
+    "TUPLES_ARE_READ_DIRECTLY",
 ]
 
 # --- primitives ---
@@ -48,6 +54,30 @@ IN_PLACE = primitives_with(Trait.IN_PLACE)
 OF_SEVERAL = frozenset({"clamp", "integer_pow", "select_n", "square"})
 # What returns several arrays to XLA, however many it has in the graph: a library's call has its scratch space, too.
 SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
+
+# --- releases of XLA ---
+
+
+def _release() -> tuple[int, int]:
+    """Of jaxlib, which has the compiler; the newest that is known where there is none."""
+    try:
+        major, minor = version("jaxlib").split(".")[:2]
+    except PackageNotFoundError:
+        return 0, 12
+    return int(major), int(minor)
+
+
+# XLA reads an array out of a tuple without an operator of its own. So what stands behind a barrier is to the kernel
+# that reads it what was made before the barrier, and the kernel may write over it.
+TUPLES_ARE_READ_DIRECTLY = _release() >= (0, 12)
+# Of the matmuls that share an operand XLA takes the smallest first, merges it with larger ones, up to so many times
+# its size, while they are together no larger than `MERGED_BYTES`, and so on with the rest. Sizes leave out what is
+# shared. As compiled: 2048 columns with 103, not with 102; 33 times 512 of 512 rows, and then the rest.
+ONLY_ALIKE_MATMULS_ARE_MERGED = _release() >= (0, 12)
+MERGED_RATIO = 20
+# The kernel of a matmul adds another array to its product not only if that is an argument, but whenever another
+# kernel makes it: a matmul, loop, scatter or gather, or what is behind a barrier.
+MATMULS_ADD_ARRAYS = _release() >= (0, 12)
 
 # --- numbers ---
 

@@ -366,11 +366,14 @@ def _is_buffer(graph: Graph, value: int) -> bool:
 
 
 def maker(graph: Graph, value: int) -> Op | None:
-    """Returns the operator that makes what a value is a view or a cast of, None for an argument."""
+    """Returns the operator that makes what a value is a view or a cast of, None for an argument.
+
+    What views a literal, or a range, is made by that operator.
+    """
     producer = graph.values[value].producer
     while producer is not None:
         op = graph.ops[producer]
-        if op.kind != "VIEW" and op.name != "convert_element_type":
+        if not op.inputs or (op.kind != "VIEW" and op.name != "convert_element_type"):
             return op
         producer = graph.values[op.inputs[0]].producer
     return None

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from remat import compat
 from remat.core.errors import TraceError
 
 __all__ = [
@@ -234,7 +235,7 @@ def scatter_by_codes(
             gradient = lax.select(is_selected, _add(gradient, term), gradient)
     assert gradient is not None
     blocks = [(n + b - 1) * s for n, b, s in zip(out, back, window_strides, strict=True)]
-    gradient = gradient.reshape(blocks)
+    gradient = compat.reshape(gradient, blocks, _block_axes(window_strides))
     pads = _pads(operand_shape, window_dimensions, window_strides, padding)
     edges = [
         (-low, low + size - block, 0)
@@ -263,15 +264,21 @@ def _blocks(
     if any(map(any, moved)):
         cotangent = lax.pad(cotangent, jnp.zeros((), cotangent.dtype), moved)
         codes = lax.pad(codes, jnp.full((), _NO_WINDOW, codes.dtype), moved)
-    # Axis `kept[dim]` counts the blocks of a dimension, the one after it the elements inside a block.
+    kept = _block_axes(window_strides)
     shape: list[int] = []
-    kept: list[int] = []
     for size, stride in zip(codes.shape, window_strides, strict=True):
-        kept.append(len(shape))
         shape += [size, stride] if stride > 1 else [size]
     table = _code_table(steps, window_dimensions, window_strides)
     is_selected = lax.broadcast_in_dim(codes, shape, kept) == table
     return is_selected, lax.broadcast_in_dim(cotangent, shape, kept)
+
+
+def _block_axes(window_strides: Sequence[int]) -> list[int]:
+    """By dimension the axis that counts its blocks; the one after it has the elements inside a block."""
+    return [
+        dim + sum(stride > 1 for stride in window_strides[:dim])
+        for dim in range(len(window_strides))
+    ]
 
 
 def _code_table(

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from remat import compat
 from remat.rewrite import pooling
 from remat.rewrite.menu import Edit, Rule, View, name_of
 from remat.trace.program import Atom, Equation, is_inexact
@@ -207,10 +208,21 @@ def _pooled(view: View, scatter: Equation) -> int | None:
 def _is_max_pool(view: View, scatter: Equation) -> bool:
     """Whether a scatter is the gradient of a maximum that `remat.rewrite.pooling` does exactly.
 
-    Where windows overlap that means XLA:CPU's order of sums; XLA:GPU's own scatter has none.
+    Where windows overlap that means XLA:CPU's order of sums; XLA:GPU's own scatter has none. A dimension that is
+    pooled may not be sharded by its type: windows reach over the ends of shards.
     """
-    params, dtype = scatter.source.params, view.aval(scatter.inputs[1]).dtype
-    return pooling.supported(params, dtype) is None and pooling.is_exact(dtype, params)
+    params, operand = scatter.source.params, view.aval(scatter.inputs[1])
+    window, strides, padding = _geometry(scatter)
+    alone = zip(window, strides, padding, strict=True)
+    apart = (
+        names is None or geometry == (1, 1, (0, 0))
+        for names, geometry in zip(compat.explicit_axes(operand), alone, strict=True)
+    )
+    return (
+        all(apart)
+        and pooling.supported(params, operand.dtype) is None
+        and pooling.is_exact(operand.dtype, params)
+    )
 
 
 def _pool_codes(view: View) -> Iterator[tuple[int, Edit]]:
