@@ -13,6 +13,8 @@ from random_graphs import GraphBuilder
 
 import remat
 from remat.core.graph import Graph
+from remat.memory.instances import execution_of
+from remat.memory.matmuls import merged_matmuls
 from remat.memory.predict import predict
 from remat.memory.splits import padded_count, parts_of
 from remat.policies import MinCut, Unchanged
@@ -265,6 +267,15 @@ def test_of_a_long_sum_those_terms_are_written_that_xla_writes(terms: int) -> No
 NOT_SINCE_0_12 = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA differs")
 
 
+def shared(columns: Sequence[int]) -> tuple[Any, tuple[Any, ...]]:
+    """Matmuls of one array, of which XLA makes one or several."""
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return sum(jnp.sum(jnp.tanh(x @ weight) ** 3) for weight in weights)
+
+    return loss, ([shape(512, count) for count in columns], shape(2048, 512))
+
+
 def contrastive(diagonal: bool) -> tuple[Any, tuple[Any, ...]]:
     """Two towers, whose batch is its own negatives."""
 
@@ -280,6 +291,22 @@ def contrastive(diagonal: bool) -> tuple[Any, tuple[Any, ...]]:
 
     weights = [shape(384, 512), shape(512, 256)]
     return loss, ([weights, weights], shape(4096, 384), shape(4096, 384))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(
+    "columns",
+    [(512,) * 40, (2048, 103), (2048, 102), (40, 1024, 512), (2048,) * 5],
+    ids=["many", "alike", "unlike", "three", "large"],
+)
+def test_matmuls_of_one_array_are_merged_as_xla_merges_them(columns: Sequence[int]) -> None:
+    """Since jax 0.11.2 only those that are alike in size, and not into one that is larger than a limit."""
+    loss, args = shared(columns)
+    graph = remat.plan(loss, *args, remat_policy=Unchanged()).graph
+    groups = merged_matmuls(execution_of(graph, None, {}))
+    one_less = sum(len(members) - 1 for _, members in groups)
+    compiled = remat.compile_report(jax.grad(loss), *args, device="h200").matmuls_executed
+    assert sum(bool(op.contracts) for op in graph.ops) - one_less == compiled
 
 
 @pytest.mark.gpu_compile

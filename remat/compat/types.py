@@ -48,7 +48,7 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **extra)
 
 
-def array_like(value: Any, aval: Any) -> jax.Array:
+def array_like(value: Any, aval: Any) -> Any:
     """Returns a value with the dtype of an abstract value, weak where that is: as jax makes its gradient."""
     is_weak = bool(getattr(aval, "weak_type", False))
     return _lax._convert_element_type(value, aval.dtype, weak_type=is_weak)

@@ -140,7 +140,8 @@ def _packed_axis(codes: jax.Array, per_byte: int) -> int | None:
     One of which `per_byte` divides every shard comes before others.
     """
     axes = [axis for axis, dim in enumerate(codes.shape) if dim and dim % per_byte == 0]
-    whole = [a for a in axes if codes.shape[a] // per_byte % compat.num_shards(codes, a) == 0]
+    aval = jax.typeof(codes)
+    whole = [a for a in axes if aval.shape[a] // per_byte % compat.num_shards(aval, a) == 0]
     return (whole or axes or [None])[-1]
 
 

@@ -51,9 +51,7 @@ class Fusion:
         self.in_matmuls: set[int] = set()
         self.within: set[int] = set()
         self._sums: set[int] = set()  # what their kernels write
-        self._beside: set[tuple[int, int]] = (
-            set()
-        )  # what they read beside the product, each by its reader
+        self._beside: set[tuple[int, int]] = set()  # by reader, what they read beside the product
         self._find_ends_of_matmuls(joined)
         self._choose()
 

@@ -33,7 +33,8 @@ class Kernel:
             reads that does not fuse, and kernels of convolutions in another layout. Behind a barrier it is another.
         workspace: an operand, and the bytes of what is made of it for this kernel alone.
         is_joined: whether all that it makes is one buffer.
-        rows: buffers of which it reads a row before it writes it; empty if it reduces no rows in itself.
+        rows: buffers of which it reads a row before it writes it; empty if it neither reduces rows in itself nor is
+            a matmul's that adds an array to its product.
         sums: how many of its reductions are of a buffer, or of what it makes of it.
     """
 

@@ -401,9 +401,9 @@ def _may_serve(
         also: what makes several arrays, and is written over all the same.
     """
     nodes, instances = execution.nodes, execution.instances
-    tied: set[int] = set()
-    if not TUPLES_ARE_READ_DIRECTLY:
-        tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
+    tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
+    if TUPLES_ARE_READ_DIRECTLY:
+        tied = {index for index in tied if _is_of_library(execution, index)}
     joined = {node for k in order if k.is_joined for node in (k.node, *k.merged)}
 
     def may_serve(found: Range) -> bool:
@@ -416,6 +416,21 @@ def _may_serve(
         return node.name in also or (len(node.outs) == 1 and node.name not in SEVERAL_RESULTS)
 
     return may_serve
+
+
+def _is_of_library(execution: Execution, index: int) -> bool:
+    """Whether a convolution's library makes an instance, among several arrays: its result, biased and rectified."""
+    nodes, instances = execution.nodes, execution.instances
+    elements = instances[index].elements
+    while (producer := instances[index].producer) >= 0:
+        node = nodes[producer]
+        if node.name == CONVOLUTION:
+            return True
+        whole = [i for i in node.ins if instances[i].elements == elements]
+        if node.name not in ("add", "max") or not whole:
+            return False
+        index = whole[0]
+    return False
 
 
 def _serving(execution: Execution, order: Sequence[Kernel], ranges: Sequence[Range]) -> set[int]:
