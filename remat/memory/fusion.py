@@ -150,6 +150,7 @@ class Fusion:
             (index,) = matmul.outs
             elements = instances[index].elements
             chain: list[int] = []
+            adds_array = False
             while len(users[index]) == 1 and index not in self._results:
                 (user,) = users[index]
                 node = self.execution.nodes[user]
@@ -162,17 +163,17 @@ class Fusion:
                     break  # the other product takes it
                 others = [i for i in node.ins if i != index and i not in sources]
                 free = [i for i in node.ins if i != index and (i in sources or MATMULS_ADD_ARRAYS)]
-                if any(
-                    self._elements_read(i) >= elements and not self._is_apart(i) for i in others
-                ):
+                whole = [i for i in others if self._elements_read(i) >= elements]
+                if not all(map(self._is_apart, whole)):
                     break
                 if len(node.outs) != 1 or instances[node.outs[0]].elements != elements:
                     break
                 chain.append(user)
+                adds_array = adds_array or bool(whole)
                 self._beside.update((user, i) for i in free)
                 (index,) = node.outs
             self.in_matmuls.update(chain)
-            if any(map(self._adds_array, chain)):
+            if adds_array:
                 self.within.update((number, *chain[:-1]))
                 self._sums.add(chain[-1])
 
@@ -190,13 +191,6 @@ class Fusion:
             or node.name in _APART
             or producer in self.in_matmuls
         )
-
-    def _adds_array(self, number: int) -> bool:
-        """Whether a node reads an array as large as what it makes that is no argument, beside a product."""
-        node, instances = self.execution.nodes[number], self.execution.instances
-        made = instances[node.outs[0]].elements
-        whole = {i for i in node.ins if instances[i].elements >= made}
-        return len(whole - self.execution.sources) > 1
 
     def _taken_in(self) -> tuple[dict[int, set[int]], set[int]]:
         """What matmuls compute in their own kernels, and the operators whose results these then read.
