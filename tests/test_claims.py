@@ -111,7 +111,7 @@ def test_a_certificate_says_what_its_bound_speaks_of() -> None:
     """The integer program's bound is of staged sequences; that of a cut of all."""
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(3):
+        for _ in range(6):
             x = jnp.tanh(x @ w)
         return jnp.sum(x**2, axis=1)  # not of all: one block of threads would not make squares
 
@@ -212,6 +212,7 @@ def test_revolve_says_where_it_is_a_heuristic(unread: bool) -> None:
         return jnp.sum(x**2, axis=1)  # not of all: squares would be a buffer
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (512, 16))]
-    plan = remat.plan(loss, *shapes, remat_policy=Revolve(), budget=0.7)
+    # With jax 0.12 the compiler takes three quarters at least.
+    plan = remat.plan(loss, *shapes, remat_policy=Revolve(), budget=0.8)
     assert plan.status == "heuristic" and plan.certificate is None
     assert any("does not read" in note for note in plan.notes) == unread

@@ -23,6 +23,7 @@ from remat.memory.merging import merge_kernels
 from remat.memory.places import _Place
 from remat.memory.predict import buffers, peak_bytes, predict, predict_body
 from remat.memory.splits import parts_of
+from remat.memory.tables import MATMULS_ADD_ARRAYS, TUPLES_ARE_READ_DIRECTLY
 from remat.planning.make import make_plan, with_loops
 from remat.plans.plan import LoopPlan
 from remat.plans.schedule import build_schedule, no_remat_saved
@@ -146,7 +147,10 @@ def test_the_two_gradients_of_an_array_times_itself_are_two_buffers() -> None:
     products = [op for op in graph.ops if op.heavy and op.phase == "backward"]
     assert len(products) == 2 and products[0].inputs == products[1].inputs
     found = buffers(graph)
-    assert [found[op.outputs[0]] for op in products] == [512 * 4 * 128 * 4] * 2
+    nbytes = 512 * 4 * 128 * 4
+    # Since jax 0.12 the kernel of one adds the other to its product.
+    first = 0 if MATMULS_ADD_ARRAYS else nbytes
+    assert [found[op.outputs[0]] for op in products] == [first, nbytes]
 
 
 # --- when it is alive --------------------------------------------------------------------------------
@@ -274,7 +278,8 @@ def overwriting(
 
 def test_a_kernel_writes_into_what_another_kernel_made_and_nothing_is_between() -> None:
     assert predict(overwriting()).peak_bytes == BIG_BYTES
-    assert predict(overwriting(tied=True)).peak_bytes == 2 * BIG_BYTES
+    arrays = 1 if TUPLES_ARE_READ_DIRECTLY else 2
+    assert predict(overwriting(tied=True)).peak_bytes == arrays * BIG_BYTES
 
 
 def test_a_kernel_does_not_write_into_one_of_several_results_of_a_library() -> None:

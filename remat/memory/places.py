@@ -403,7 +403,7 @@ def _may_serve(
     nodes, instances = execution.nodes, execution.instances
     tied = {instances[i].root for node in nodes if node.kind == "barrier" for i in node.ins}
     if TUPLES_ARE_READ_DIRECTLY:
-        tied = {index for index in tied if _is_of_library(execution, index)}
+        tied = {index for index in tied if _is_seen_otherwise(execution, index)}
     joined = {node for k in order if k.is_joined for node in (k.node, *k.merged)}
 
     def may_serve(found: Range) -> bool:
@@ -418,14 +418,22 @@ def _may_serve(
     return may_serve
 
 
-def _is_of_library(execution: Execution, index: int) -> bool:
-    """Whether a convolution's library makes an instance, among several arrays: its result, biased and rectified."""
+def _is_seen_otherwise(execution: Execution, index: int) -> bool:
+    """Whether a barrier holds an instance as other than the kernel that made it does, biased and rectified or not.
+
+    A convolution's library makes several arrays, a scatter's result is in the buffer of what it is scattered into,
+    and a matmul is one of two matrices, or of one batch of them.
+    """
     nodes, instances = execution.nodes, execution.instances
     elements = instances[index].elements
     while (producer := instances[index].producer) >= 0:
         node = nodes[producer]
-        if node.name == CONVOLUTION:
+        if node.name == CONVOLUTION or node.name in SCATTERS:
             return True
+        if node.op is not None and node.op.contracts:
+            batch = len(node.op.contracts[2])
+            shape = execution.graph.values[instances[node.outs[0]].value].shape
+            return batch > 1 or len(shape) != batch + 2
         whole = [i for i in node.ins if instances[i].elements == elements]
         if node.name not in ("add", "max") or not whole:
             return False
