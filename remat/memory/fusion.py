@@ -162,7 +162,8 @@ class Fusion:
                 if user in self.in_matmuls:
                     break  # the other product takes it
                 others = [i for i in node.ins if i != index and i not in sources]
-                free = [i for i in node.ins if i != index and (i in sources or MATMULS_ADD_ARRAYS)]
+                added = [i for i in others if MATMULS_ADD_ARRAYS and self._elements_read(i) > 1]
+                given = [i for i in node.ins if i != index and i in sources]
                 whole = [i for i in others if self._elements_read(i) >= elements]
                 if not all(map(self._is_apart, whole)):
                     break
@@ -170,7 +171,7 @@ class Fusion:
                     break
                 chain.append(user)
                 adds_array = adds_array or bool(whole)
-                self._beside.update((user, i) for i in free)
+                self._beside.update((user, i) for i in (*added, *given))
                 (index,) = node.outs
             self.in_matmuls.update(chain)
             if adds_array:
