@@ -162,9 +162,10 @@ class Fusion:
                 if user in self.in_matmuls:
                     break  # the other product takes it
                 others = [i for i in node.ins if i != index and i not in sources]
-                added = [i for i in others if MATMULS_ADD_ARRAYS and self._elements_read(i) > 1]
+                read = {i: self._elements_read(i) for i in others}
+                added = [i for i in others if MATMULS_ADD_ARRAYS and read[i] > 1]
                 given = [i for i in node.ins if i != index and i in sources]
-                whole = [i for i in others if self._elements_read(i) >= elements]
+                whole = [i for i in others if read[i] >= elements]
                 if not all(map(self._is_apart, whole)):
                     break
                 if len(node.outs) != 1 or instances[node.outs[0]].elements != elements:

@@ -3,7 +3,7 @@
 `x @ a` and `x @ b` become `x @ concatenate(a, b)`, one buffer of which both results are slices; so do matmuls of
 other arrays with one weight, as an unrolled recurrent network has for every step. It follows XLA's `dot_merger`,
 which runs before anything is fused: the order of the pairs, what counts as small, and that neither may need the
-other; of jax 0.12 also that they are alike in size. What it merges besides, an operand of one that is the
+other; since jax 0.11.2 also that they are alike in size. What it merges besides, an operand of one that is the
 transposed operand of the other, is left out.
 """
 
