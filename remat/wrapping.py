@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from remat import compat
-from remat.compat.deferred import call_deferred
+from remat.compat.deferred import Rule, call_deferred
 from remat.core.errors import (
     BudgetError,
     PolicyError,
@@ -45,7 +46,7 @@ from remat.trace.calls import (
     split_results,
 )
 from remat.trace.joint import check_differentiable, trace_primal
-from remat.trace.program import Program, evaluate, lift_tracers, tags_of
+from remat.trace.program import Program, evaluate, lift_tracers, tags_of, with_own_arrays
 
 __all__ = [
     "Chooser",
@@ -74,6 +75,13 @@ class _Traced:
     results: Results
     lifted: tuple[Any, ...]
     by_policy: bool
+    arrays: tuple[tuple[Any, Any], ...] = ()
+    """NumPy arrays that the function closes over, which may be filled anew, and what they held."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the function closes over what it closed over when it was traced."""
+        return all(np.array_equal(_bytes(now), _bytes(then)) for now, then in self.arrays)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         inputs = (*self.lifted, *leaves)
@@ -96,7 +104,7 @@ class _Traced:
         def run(inputs: Sequence[Any]) -> Sequence[Any]:
             return call_deferred(
                 lambda *values: evaluate(program, values),
-                lambda perturbed: lambda *values: self._planned(values, perturbed)(values),
+                Rule(lambda perturbed: lambda *values: self._planned(values, perturbed)(values)),
                 inputs,
             )
 
@@ -118,6 +126,10 @@ class _Traced:
     def _annotated(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
         function = self.function
         return annotate_program(function.primal, plan, inputs, prevent_cse=function.room.barriers)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 @contextmanager
@@ -180,7 +192,7 @@ class Wrapped:
             compat.trace_context(),
         )
         found = None if call.key is None else cache.get(key)
-        if found is None:
+        if found is None or not found.is_current:
             found = self._trace(call, barriers, planner)
             if not found.lifted and call.key is not None:
                 if len(cache) >= _CACHE_SIZE:
@@ -207,6 +219,7 @@ class Wrapped:
         if isinstance(planner, PolicyPlanner):
             planner = replace(planner, tags=tags_of(program))
         program, lifted = lift_tracers(program)
+        program, arrays = with_own_arrays(program)
         function = StagedFunction(
             program,
             planner,
@@ -214,7 +227,7 @@ class Wrapped:
             inline_checkpoints=self.inline_checkpoints,
             name_values=self.by_policy,
         )
-        return _Traced(function, results, lifted, self.by_policy)
+        return _Traced(function, results, lifted, self.by_policy, arrays)
 
 
 # Words of errors that a number which is traced may be the cause of, whatever their type.

@@ -127,6 +127,34 @@ def test_staged_lowering_refuses_forward_mode_with_advice() -> None:
         jax.jvp(lambda x: ours(x, w, KEY), (x,), (x,))
 
 
+def _steps(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda t, j: jax.lax.scan(lambda c, _: (c + f(t, j), None), 0.0, None, length=2)[0]
+
+
+@pytest.mark.parametrize("policy", ["save_all", "min_cut"])
+@pytest.mark.parametrize("around", [lambda f: f, _steps])
+def test_a_numpy_array_that_is_filled_anew(policy: str, around: Callable[..., Any]) -> None:
+    """Its elements say in how few bits an index can be kept, and are in what was compiled."""
+    t, j = jnp.linspace(0.5, 2, 16), jnp.arange(64)
+    scale, offset, rates = np.ones(64, np.int32), np.array(0.5), np.full(3, 2.0, np.float32)
+
+    def function(t: jax.Array, j: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(t)[(j & 3) * scale] * t[0]) + jnp.sum(t[:3] ** rates) * offset
+
+    function = around(function)
+    ours = remat.checkpoint(function, remat_policy=policy)
+    for filled in (1, 5, float("nan"), 2):
+        if filled == filled:
+            scale[:] = filled
+        offset[...] = filled
+        rates[:] = filled
+        expected = jax.value_and_grad(function)(t, j)
+        for run in (jax.value_and_grad(ours), jax.jit(lambda *a: jax.value_and_grad(ours)(*a))):
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=1e-5), run(t, j), expected
+            )
+
+
 def test_closed_over_tracers_get_gradients() -> None:
     x, w = arrays()
 

@@ -12,16 +12,17 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import lib as _lib
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 
 __all__ = [
     "CPU_UNDOES_REMATERIALIZATION",
     "cuda_data_dir",
     "in_loop_body",
+    "is_differentiated_later",
     "is_eager_in_shard_map",
     "is_forward_only",
     "is_gradient",
-    "is_recorded",
     "is_traced_here",
     "is_tracer",
     "jax_checkpoint",
@@ -62,15 +63,14 @@ def _current_traces() -> list[Any]:
     return found
 
 
-def is_recorded(inputs: Sequence[Any]) -> bool:
-    """Whether an operation on these becomes part of a jaxpr before it is differentiated, if it ever is."""
+def is_differentiated_later(inputs: Sequence[Any]) -> bool:
+    """Whether an operation on these is put into a jaxpr or batched before it is differentiated, if it ever is."""
     for trace in _current_traces():
         if isinstance(trace, _pe.DynamicJaxprTrace):
             return True
-        if isinstance(trace, _ad.JVPTrace | _ad.LinearizeTrace) and any(
-            getattr(x, "_trace", None) is trace for x in inputs
-        ):
-            return False
+        kinds = _ad.JVPTrace | _ad.LinearizeTrace | _batching.BatchTrace
+        if isinstance(trace, kinds) and any(getattr(x, "_trace", None) is trace for x in inputs):
+            return isinstance(trace, _batching.BatchTrace)
     return False
 
 

@@ -2,12 +2,12 @@
 
 Its forward rule runs the forward half of the planned program (`remat.lower.staged`) and returns the kept values as
 residuals; its backward rule runs the backward half. The plan is made (`remat.lower.pipeline`) for the inputs that
-are really perturbed.
+are really perturbed, and of what is batched before for the batched program (`remat.compat.deferred`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,19 +17,22 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from remat import compat
-from remat.compat.deferred import call_deferred
+from remat.compat.deferred import Rule, call_deferred
 from remat.core.errors import DifferentiationError
 from remat.core.interrupt import interrupted, planning
 from remat.lower.confirm import plan_and_confirm
 from remat.lower.pipeline import Room
 from remat.lower.split import inputs_with_gradient, split_planned
 from remat.lower.staged import Staged, are_concrete
+from remat.planning.planners import PlanPlanner
 from remat.planning.protocol import Planner
 from remat.plans.plan import Plan
+from remat.rewrite import substitution
 from remat.trace.joint import check_differentiable
 from remat.trace.program import (
     Program,
     evaluate,
+    program_of,
 )
 
 __all__ = ["StagedFunction"]
@@ -65,17 +68,22 @@ class StagedFunction:
 
     def __init__(self, program: Program, planner: Planner, **settings: Any) -> None:
         self.whole = program
+        self.settings = settings
         self.primal, self.aside = split_planned(program)
         self.room = Room(self.primal, **settings)
         self.with_gradient = inputs_with_gradient(self.primal)
         self.planner = planner
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
+        self._batched: dict[Hashable, StagedFunction] = {}
+        self._origin: StagedFunction | None = None  # what this was made of by batching
         self._plain_jit = jax.jit(partial(evaluate, self.primal))
         self._call = self._make()
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        return self.combined(inputs, self._differentiated)
+        if not compat.is_differentiated_later(inputs):
+            return self._differentiated(*inputs)
+        return self.combined(inputs, self._deferred)
 
     def combined(
         self, inputs: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]
@@ -86,19 +94,41 @@ class StagedFunction:
         aside = set(self.aside.outputs)
         return [next(side if atom in aside else main) for atom in self.whole.outputs]
 
-    def _differentiated(self, inputs: Sequence[Any]) -> list[Any]:
-        # What hands no gradient on must not be asked for one: `jax.custom_vjp` makes it of zeros.
-        inputs = [
+    def _differentiated(self, *inputs: Any) -> list[Any]:
+        return self.combined(inputs, lambda values: self._called(*self._with_gradient(values)))
+
+    def _deferred(self, inputs: Sequence[Any]) -> list[Any]:
+        # Tags are what the plan of a batched program finds again.
+        plain = partial(evaluate, self.primal, tags=True)
+        return call_deferred(lambda *values: plain(values), self._rule, self._with_gradient(inputs))
+
+    @property
+    def _rule(self) -> Rule:
+        # What was planned for one example, or as part of a loop, is what it is.
+        if isinstance(self.planner, PlanPlanner) or self.room.is_body:
+            return Rule(lambda perturbed: self._called, shares=False)
+        return Rule(lambda perturbed: self._called, self._rule_of_batched)
+
+    def _rule_of_batched(self, key: Hashable, jaxpr: Any) -> Rule:
+        """The rule of a batched program: planned as a whole, as it runs."""
+        key = key, compat.trace_context()
+        made = self._batched.get(key)
+        if made is None:
+            program = program_of(
+                jaxpr,
+                inline_checkpoints=self.room.inline_checkpoints,
+                keep=substitution.called_by_name(),
+            )
+            made = self._batched[key] = StagedFunction(program, self.planner, **self.settings)
+            made._origin = self
+        return Rule(lambda perturbed: made._differentiated, made._rule_of_batched)
+
+    def _with_gradient(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs; what hands no gradient on must not be asked for one: `jax.custom_vjp` makes it of zeros."""
+        return [
             x if flag else jax.lax.stop_gradient(x)
             for x, flag in zip(inputs, self.with_gradient, strict=True)
         ]
-        if compat.is_recorded(inputs):
-            return call_deferred(
-                lambda *values: evaluate(self.primal, values),
-                lambda perturbed: self._called,
-                inputs,
-            )
-        return self._called(*inputs)
 
     def _called(self, *inputs: Any) -> list[Any]:
         try:
@@ -130,7 +160,10 @@ class StagedFunction:
             passing = any(map(compat.is_tracer, found.joint.program.constants.values()))
             if not passing and not ended_early:
                 self._staged[key] = found
-        self.last_plan = found.plan
+        function: StagedFunction | None = self
+        while function is not None:
+            function.last_plan = found.plan
+            function = function._origin
         return found
 
     @property

@@ -69,6 +69,8 @@ class Prediction:
         alive: for every kernel, in the order in which they run, what is alive.
         traffic_bytes: what all kernels outside of loops read and write. Compilers merge more of them than the
             model does, by a quarter in convolutional networks: compare plans of one function with it.
+        waiting: products alive at the peak of which some are read no more, but are multiplied as one with others
+            that are: for each of these matmuls its step, and whether its product is read later.
     """
 
     peak_bytes: int
@@ -79,6 +81,7 @@ class Prediction:
     outside_peak_bytes: int
     traffic_bytes: int
     alive: tuple[Alive, ...] = field(default=(), repr=False)
+    waiting: tuple[tuple[tuple[int, bool], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

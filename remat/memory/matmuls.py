@@ -33,7 +33,7 @@ from remat.memory.tables import (
     PIECE,
 )
 
-__all__ = ["Group", "join_matmuls", "merged_matmuls"]
+__all__ = ["Group", "join_matmuls", "merged_matmuls", "waiting_products"]
 
 Group = tuple[int, list[int]]
 """Matmuls that are one: the side of the operand that they share, and their nodes."""
@@ -252,6 +252,36 @@ def join_matmuls(
         if found and found[0].is_joined:
             found[0].workspace = _concatenated(execution, fusion, found[0], side)
     return order
+
+
+def waiting_products(
+    execution: Execution, order: Sequence[Kernel], at: int
+) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Returns the matmuls that are one, and of whose products some are read at a moment or later, others no more.
+
+    The latter stay all the same: they are slices of one buffer.
+
+    Args:
+        execution: that the kernels are of.
+        order: the kernels as they run.
+        at: the moment, the position of a kernel.
+
+    Returns:
+        For every such group the schedule's step of each matmul, and whether its product is read from then on.
+    """
+    nodes, instances = execution.nodes, execution.instances
+    later = {root for kernel in order[at:] for root in kernel.reads}
+    groups: list[tuple[tuple[int, bool], ...]] = []
+    for kernel in order[: max(at, 0)]:
+        if not kernel.is_joined:
+            continue
+        members: list[tuple[int, bool]] = []
+        for number in (kernel.node, *kernel.merged):
+            product = nodes[execution.sums.get(number, number)].outs[0]
+            members.append((nodes[number].step, instances[product].root in later))
+        if len({is_read for _, is_read in members}) > 1:
+            groups.append(tuple(sorted(members)))
+    return tuple(groups)
 
 
 def _joined(order: list[Kernel], first: Kernel, second: Kernel) -> Kernel | None:

@@ -37,7 +37,7 @@ from remat.memory.fusion import Fusion
 from remat.memory.identities import is_constant
 from remat.memory.instances import execution_of
 from remat.memory.kernels import Kernel, find_kernels
-from remat.memory.matmuls import join_matmuls, merged_matmuls
+from remat.memory.matmuls import join_matmuls, merged_matmuls, waiting_products
 from remat.memory.merging import merge_kernels
 from remat.memory.order import made_early, orders
 from remat.memory.places import Layout, held_bytes, lay_out, occupy
@@ -171,6 +171,7 @@ def _predict(execution: Execution) -> Prediction:
         outside_peak_bytes=found.outside_peak_bytes,
         traffic_bytes=_traffic_bytes(execution, kernels),
         alive=tuple(map(partial(_alive, execution), order, found.totals)),
+        waiting=waiting_products(execution, order, found.at),
     )
 
 

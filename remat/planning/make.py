@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from remat.core.cost import op_seconds
 from remat.core.devices import get_device
@@ -19,7 +20,7 @@ from remat.plans.record import Recomputed, Saved
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import Replay, simulate
 from remat.plans.stages import LARGE_SHARE, long_sums
-from remat.plans.steps import Schedule
+from remat.plans.steps import Schedule, Step
 from remat.policies.base import Decision, Policy, describe_options
 
 __all__ = ["make_plan", "plan_from_saved", "with_loops"]
@@ -68,6 +69,7 @@ def plan_from_saved(
     ):
         # The program as it is has no barriers: XLA orders it.
         schedule, peak = _with_sums_tied(graph, kept, decision, schedule, peak)
+        schedule, peak = _with_products_apart(graph, decision, schedule, peak)
     replay = simulate(graph, schedule)
     read_back = _read_back(graph, kept, schedule)
     chip = get_device(device)
@@ -109,6 +111,32 @@ def _with_sums_tied(
     tied = build_schedule(graph, kept, order=decision.order, tie_sums=True)
     tied_peak = _peak_bytes(graph, tied, decision)
     return (tied, tied_peak) if tied_peak <= (1 - LARGE_SHARE) * peak else (schedule, peak)
+
+
+def _with_products_apart(
+    graph: Graph, decision: Decision, schedule: Schedule, peak: int
+) -> tuple[Schedule, int]:
+    """Returns the schedule with a barrier between matmuls that share an operand, if its peak is much lower.
+
+    Multiplied as one they have one buffer, so that a product which is added at once, as of a residual connection,
+    waits for another that is read at the end. A program for `jax.checkpoint` has no steps of ours to put it in.
+    """
+    ties: dict[int, Step] = {}
+    for members in predict(graph, schedule).waiting:
+        for (before, was_read), (step, is_read) in pairwise(members):
+            shared = _operands(graph, schedule, before) & _operands(graph, schedule, step)
+            if is_read != was_read and shared:
+                ties[step] = Step("barrier", values=tuple(sorted(shared)))
+    if not ties or not all(value.savable for value in graph.values):
+        return schedule, peak
+    steps = (s for at, step in enumerate(schedule.steps) for s in (ties.get(at), step))
+    apart = Schedule(tuple(step for step in steps if step is not None))
+    apart_peak = _peak_bytes(graph, apart, decision)
+    return (apart, apart_peak) if apart_peak <= (1 - LARGE_SHARE) * peak else (schedule, peak)
+
+
+def _operands(graph: Graph, schedule: Schedule, step: int) -> set[int]:
+    return set(graph.ops[schedule.steps[step].target].inputs)
 
 
 def _with_forms(graph: Graph, decision: Decision) -> Graph:

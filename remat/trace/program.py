@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from remat import compat
@@ -26,6 +27,7 @@ __all__ = [
     "lift_tracers",
     "live_equations",
     "program_of",
+    "with_own_arrays",
     "without_dead_code",
 ]
 
@@ -338,6 +340,17 @@ def lift_tracers(program: Program) -> tuple[Program, tuple[Any, ...]]:
     rest = {v: c for v, c in program.constants.items() if v not in traced}
     lifted = replace(program, inputs=(*traced, *program.inputs), constants=rest)
     return lifted, tuple(traced.values())
+
+
+def with_own_arrays(program: Program) -> tuple[Program, tuple[tuple[Any, Any], ...]]:
+    """Returns a program with copies of the NumPy arrays it closes over, and every array with its copy.
+
+    Who made such an array may write into it. What is proven of the constants, and what was compiled with them, is
+    of what they held.
+    """
+    own = {v: (c, c.copy()) for v, c in program.constants.items() if isinstance(c, np.ndarray)}
+    copies = {v: copy for v, (_, copy) in own.items()}
+    return replace(program, constants={**program.constants, **copies}), tuple(own.values())
 
 
 def is_inexact(aval: Any) -> bool:
