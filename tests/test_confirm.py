@@ -135,6 +135,21 @@ def test_a_refusal_names_what_was_compiled_and_that_can_be_met() -> None:
     assert plan.confirmed is not None and plan.confirmed.temp_bytes <= named == plan.budget_bytes
 
 
+@pytest.mark.parametrize(
+    ("compiles", "seconds", "advice"),
+    [
+        (2, 60.0, "allow for more compiles"),
+        (12, 60.0, "Raise the budget."),
+        (12, 1e-3, "more time"),
+    ],
+)
+def test_a_refusal_says_what_may_help(compiles: int, seconds: float, advice: str) -> None:
+    policy = Ilp(method="starts", seconds=seconds)
+    confirm = Confirm(device="cpu", compiles=compiles)
+    with pytest.raises(BudgetError, match=advice):
+        remat.plan(loss, *args(), remat_policy=policy, budget=10_000, confirm=confirm)
+
+
 def test_a_policy_without_budgets_is_compiled_as_it_is() -> None:
     plan = remat.plan(loss, *args(), remat_policy="full", budget=0.9, confirm="cpu")
     assert plan.confirmed is not None and plan.policy_name == "full"

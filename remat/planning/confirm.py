@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from remat.core.errors import BudgetError, CompileError, DeviceMemoryError
 from remat.core.interrupt import interrupted, raise_interrupt, say, say_best
@@ -68,7 +68,7 @@ class BudgetKnob(Generic[T]):
 
     def __init__(self, bench: Bench[T], policy: BudgetPolicy) -> None:
         self.bench, self.policy = bench, policy
-        self._time = SharedTime(policy)
+        self.time = SharedTime(policy)
         self._least: T | None = None
         self._others = iter(self._quick)
 
@@ -85,7 +85,7 @@ class BudgetKnob(Generic[T]):
         """Compiles the plan with the smallest predicted peak."""
         if self._least is None:
             baseline = self.bench.plan(UNCHANGED).baseline_peak_bytes
-            with self._time.next():
+            with self.time.next():
                 plan = smallest_plan(lambda budget: self.bench.plan(self._within(budget)), baseline)
                 setting = self._within(plan.budget_bytes or plan.peak_bytes)
                 self.bench.plan(setting)
@@ -106,7 +106,7 @@ class BudgetKnob(Generic[T]):
         """
         correction = plain.temp_bytes / max(plain.predicted_bytes, 1)
         for setting in self._quick[:_ANCHORS]:
-            with self._time.without_search():
+            with self.time.without_search():
                 predicted_bytes = self.bench.plan(setting).peak_bytes
             if (1 - search.ERROR) * min(1.0, correction) * predicted_bytes <= limit_bytes:
                 yield self.bench.trial(setting)
@@ -117,7 +117,7 @@ class BudgetKnob(Generic[T]):
         for _ in range(2):
             setting = self._within(target_bytes, nearest=True)
             try:
-                with self._time.next():
+                with self.time.next():
                     self.bench.plan(setting)
             except BudgetError as error:
                 target_bytes = error.smallest_peak_bytes or 0
@@ -326,7 +326,7 @@ def confirmed(
         raise_interrupt()
         if all(trial.is_failure for trial in trials) and bench.failure is not None:
             raise bench.failure
-        raise _too_large(trials, policy, limit)
+        raise _too_large(trials, policy, limit, _advice(policy, knob, left()))
     best = search.fastest(fitting)
     if best.setting is not own and not isinstance(policy, BudgetPolicy) and trials[-1].fits:
         best = trials[-1]  # it was asked for
@@ -369,19 +369,24 @@ def _finished(
     )
 
 
-def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int) -> BudgetError:
+def _advice(policy: Policy, knob: BudgetKnob[Any] | None, left: int) -> str:
+    """What to try where nothing fits, with so many compiles left."""
+    if knob is None:
+        return ", or try remat_policy='ilp', which plans within one"
+    if left <= 0:
+        return ", or allow for more compiles: confirm=remat.Confirm(compiles=12)"
+    if knob.time.is_short:
+        return f", or give the search more time: {type(policy).__name__}(seconds=...)"
+    return ""
+
+
+def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int, advice: str) -> BudgetError:
     best = min((t for t in trials if not t.is_failure), key=lambda t: t.temp_bytes)
     # Of none is the device known where the compiler refused all for their size.
     device = next((t.found.device for t in trials if t.found is not None), None)
     where = "" if device is None else f" for {device}"
-    advice = (
-        "allow for more compiles: confirm=remat.Confirm(compiles=12)"
-        if isinstance(policy, BudgetPolicy)
-        else "try remat_policy='ilp', which plans within one"
-    )
     return BudgetError(
         f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {len(trials)} programs compiled"
-        f"{where} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the "
-        f"budget, or {advice}.",
+        f"{where} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the budget{advice}.",
         smallest_peak_bytes=best.temp_bytes,
     )

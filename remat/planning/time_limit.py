@@ -87,6 +87,11 @@ class SharedTime:
         self.used = 0.0
         self.besides = 0.0
 
+    @property
+    def is_short(self) -> bool:
+        """Whether most of the time was used, so that plannings with more of it may find what these did not."""
+        return self.seconds is not None and self.used > _SHARE * self.seconds
+
     @contextmanager
     def without_search(self) -> Iterator[None]:
         """What happens in this context is a planning of a policy that does not search."""
