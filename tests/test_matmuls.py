@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import remat
 from remat.core.graph import Graph
-from remat.memory.execution import Execution
+from remat.memory.execution import Execution, live_nodes
 from remat.memory.instances import execution_of
 from remat.memory.matmuls import merged_matmuls
-from remat.memory.predict import buffers, laid_out
+from remat.memory.predict import buffers
 from remat.memory.splits import PART_BYTES, parts_of
 from remat.policies import Unchanged
 
@@ -37,8 +37,10 @@ def graph_of(loss: Callable[..., Array], args: Args) -> Graph:
 def multiplications(graph: Graph) -> int:
     """How many matmuls run, as predicted."""
     execution = execution_of(graph, None, {})
-    kernels, _ = laid_out(execution)
-    return sum(execution.nodes[k.node].name == "dot_general" for k in kernels)
+    groups = merged_matmuls(execution)
+    live = live_nodes(execution)
+    matmuls = sum(live[n] and node.name == "dot_general" for n, node in enumerate(execution.nodes))
+    return matmuls - sum(len(members) - 1 for _, members in groups)
 
 
 # --- in how many parts -------------------------------------------------------------------------------------
