@@ -99,8 +99,11 @@ class StagedFunction:
 
     def _deferred(self, inputs: Sequence[Any]) -> list[Any]:
         # Tags are what the plan of a batched program finds again.
-        plain = partial(evaluate, self.primal, tags=True)
-        return call_deferred(lambda *values: plain(values), self._rule, self._with_gradient(inputs))
+        return call_deferred(
+            lambda *values: evaluate(self.primal, values, tags=True),
+            self._rule,
+            self._with_gradient(inputs),
+        )
 
     @property
     def _rule(self) -> Rule:

@@ -129,8 +129,10 @@ def _with_products_apart(
                 ties[step] = Step("barrier", values=tuple(sorted(shared)))
     if not ties or not all(value.savable for value in graph.values):
         return schedule, peak
-    steps = (s for at, step in enumerate(schedule.steps) for s in (ties.get(at), step))
-    apart = Schedule(tuple(step for step in steps if step is not None))
+    steps: list[Step] = []
+    for at, step in enumerate(schedule.steps):
+        steps += [ties[at], step] if at in ties else [step]
+    apart = Schedule(tuple(steps))
     apart_peak = _peak_bytes(graph, apart, decision)
     return (apart, apart_peak) if apart_peak <= (1 - LARGE_SHARE) * peak else (schedule, peak)
 

@@ -89,7 +89,7 @@ class SharedTime:
 
     @property
     def is_short(self) -> bool:
-        """Whether most of the time was used, so that plannings with more of it may find what these did not."""
+        """Whether more was used than one planning is given, so that with more time others may be found."""
         return self.seconds is not None and self.used > _SHARE * self.seconds
 
     @contextmanager
