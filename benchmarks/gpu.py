@@ -1,10 +1,12 @@
 """Step time and device memory, measured on the attached GPU; `benchmarks/gpu.sh` runs this unattended.
 
-    python -m benchmarks.gpu [--minutes 9] [--groups gpt_scan gpt2_training ...] [--out DIR] [--dry-run]
+    python -m benchmarks.gpu [--minutes 9] [--groups gpt_scan validation ...] [--jobs N] [--out DIR] [--dry-run]
 
-Baselines and ours are timed in turn in one process per group; the peak of each row is taken in a process of its
-own. It ends before `--minutes` are over: what does not fit is listed as skipped. Results are written after every
-row to `gpu_<device>_<date>.json`. `--dry-run` does the same with tiny programs on the CPU.
+Every group has a process, which plans and compiles its rows, `--jobs` of them beside each other. When all are
+compiled, or half of the time is over, the groups are timed one after the other, the rows of a group in turn. At
+last the peak of each row is taken in a process of its own. It ends before `--minutes` are over: what does not fit
+is listed as skipped. Results are written after every row to `gpu_<device>_<date>.json`. `--dry-run` does the same
+with tiny programs on the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GROUP_WEIGHTS", "Results", "Worker", "main"]
+from models import validation
+
+__all__ = ["GROUP_WEIGHTS", "VALIDATION_WEIGHTS", "Results", "Turns", "Worker", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,6 +50,10 @@ GROUP_WEIGHTS: dict[str, float] = {
 }
 """The groups in the order in which they are run, and their shares of the time."""
 
+VALIDATION = "validation"
+VALIDATION_WEIGHTS: dict[str, float] = dict.fromkeys(validation.NETWORKS, 1.0)
+"""The groups that `--groups validation` stands for."""
+
 SMALL_WEIGHTS: dict[str, float] = {
     "gelu": 1.0,
     "residual_mlp": 1.0,
@@ -55,10 +63,9 @@ SMALL_WEIGHTS: dict[str, float] = {
 """The groups of a dry run."""
 
 _RESERVE_SECONDS = 10.0
-_LEAST_SECONDS = 15.0
-_PEAK_SHARE = 0.3
+_COMPILE_SHARE = 0.5
+_PEAK_SHARE = 0.15
 _GRACE_SECONDS = 10.0
-_BYTES_FOR_PARALLEL_PEAKS = 60 * 2**30
 _ERROR_LINES = 12
 
 
@@ -67,8 +74,8 @@ class Worker:
     """Starts `benchmarks.gpu_worker` and reads what it prints.
 
     Attributes:
-        cache: folder of jax's persistent compilation cache, shared by the processes of this run: the
-            second process of a row neither compiles nor tunes.
+        cache: folder of jax's persistent compilation cache and of plans, shared by the processes of this run:
+            the second process of a row neither searches, nor compiles, nor tunes.
         small: tiny programs, on the CPU.
         end: when everything must be over, as of `time.time()`.
     """
@@ -77,31 +84,46 @@ class Worker:
     small: bool
     end: float
 
-    def events(self, *arguments: str, until: float) -> Iterator[dict[str, Any]]:
-        """Yields what the process prints, as it does; at `until` it is killed.
+    def events(
+        self, *arguments: str, until: float, turn: Callable[[], float] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yields what the process prints, as it does.
+
+        Args:
+            arguments: of the process.
+            until: when it is killed, as of `time.time()`.
+            turn: called when the process has prepared; waits until it may time, and returns until when, which the
+                process is told; some seconds later it is killed.
 
         Raises:
             subprocess.CalledProcessError: it failed or was killed; `stderr` has the end of its log.
         """
         command = [sys.executable, "-m", "benchmarks.gpu_worker", *arguments]
-        command += ["--small"] if self.small else []
+        command += ["--plans", str(self.cache / "plans"), *(["--small"] if self.small else [])]
         with tempfile.TemporaryFile("w+", dir=self.cache) as log:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=self._environment(),
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
-            limit = max(min(until, self.end) - time.time(), 0.0)
-            timer = threading.Timer(limit, process.kill)
-            timer.start()
+            timer = self._killing(process, until)
             try:
-                assert process.stdout is not None
+                assert process.stdin is not None and process.stdout is not None
                 for line in process.stdout:
-                    if line.startswith('{"event"'):
-                        yield json.loads(line)
+                    if not line.startswith('{"event"'):
+                        continue
+                    event = json.loads(line)
+                    if turn is None or event["event"] != "prepared":
+                        yield event
+                        continue
+                    timer.cancel()
+                    deadline = turn()
+                    timer = self._killing(process, deadline + _GRACE_SECONDS)
+                    print(deadline, file=process.stdin, flush=True)
                 status = process.wait()
             finally:
                 timer.cancel()
@@ -111,6 +133,11 @@ class Worker:
                 log.seek(0)
                 tail = "\n".join(log.read().splitlines()[-_ERROR_LINES:])
                 raise subprocess.CalledProcessError(status, command, stderr=tail)
+
+    def _killing(self, process: subprocess.Popen[str], until: float) -> threading.Timer:
+        timer = threading.Timer(max(min(until, self.end) - time.time(), 0.0), process.kill)
+        timer.start()
+        return timer
 
     def _environment(self) -> dict[str, str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -166,12 +193,6 @@ class Results:
         with self._lock:
             self._write(complete=True)
 
-    def labels(self, group: str) -> list[str]:
-        """The rows of a group that ran."""
-        return [
-            label for (name, label), row in self.rows.items() if name == group and "step_ms" in row
-        ]
-
     def _write(self, complete: bool) -> None:
         record = {
             **self.header,
@@ -186,31 +207,104 @@ class Results:
         part.replace(self.path)
 
 
-def run_group(worker: Worker, results: Results, name: str, share: float) -> None:
-    """Runs a group for at most `share` seconds: first compiles and times, then takes the peaks."""
-    start = time.time()
-    deadline = start + (1 - _PEAK_SHARE) * share
-    print(f"{name}: {share:.0f} s", flush=True)
+class Turns:
+    """Who may use the device: all groups compile beside each other, as many as there are `jobs`; none is timed
+    before all have compiled, and then one after the other.
+
+    Args:
+        weights: the groups, and their shares of the time.
+        jobs: groups that compile at once.
+        compiled_by, timed_by: when each part is over, as of `time.time()`.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], jobs: int, compiled_by: float, timed_by: float
+    ) -> None:
+        self.compiled_by = compiled_by
+        self._timed_by = timed_by
+        self._jobs = jobs
+        self._slots = threading.Semaphore(jobs)
+        self._device = threading.Lock()
+        self._compiling = dict(weights)
+        self._all_compiled = threading.Event()
+        self._waiting = dict(weights)
+        self._state = threading.Lock()
+
+    def begin(self, name: str) -> float:
+        """Waits until the group may compile, and returns until when."""
+        self._slots.acquire()
+        with self._state:
+            left = self.compiled_by - time.time()
+            share = self._jobs * self._compiling[name] / sum(self._compiling.values())
+            return time.time() + min(left, share * left)
+
+    def compiled(self, name: str) -> None:
+        """The group has compiled, or never will; said twice it counts once."""
+        with self._state:
+            if self._compiling.pop(name, None) is None:
+                return
+            self._slots.release()
+            if not self._compiling:
+                self._all_compiled.set()
+
+    def time(self, name: str) -> float:
+        """Waits until the device is the group's alone, and returns until when."""
+        self.compiled(name)
+        self._all_compiled.wait()
+        self._device.acquire()
+        with self._state:
+            left = self._timed_by - time.time()
+            return time.time() + left * self._waiting[name] / sum(self._waiting.values())
+
+    def end(self, name: str, has_device: bool) -> None:
+        """The group is over."""
+        self.compiled(name)
+        with self._state:
+            self._waiting.pop(name)
+        if has_device:
+            self._device.release()
+
+
+def run_group(worker: Worker, results: Results, turns: Turns, name: str) -> None:
+    """Compiles the rows of a group, and times them when it is its turn."""
+    deadline, has_device = turns.begin(name), False
+    print(f"{name}: {deadline - time.time():.0f} s to compile", flush=True)
+
+    def turn() -> float:
+        nonlocal has_device
+        until, has_device = turns.time(name), True
+        print(f"{name}: {until - time.time():.0f} s to time", flush=True)
+        return until
+
     try:
         task = ("group", "--group", name, "--deadline", str(deadline))
-        for event in worker.events(*task, until=start + share):
+        for event in worker.events(*task, until=turns.compiled_by + _GRACE_SECONDS, turn=turn):
             results.add(event)
     except subprocess.CalledProcessError as error:
         results.skip(name, f"was stopped: exit status {error.returncode}: {error.stderr}")
-    take = functools.partial(_take_peak, worker, results, name, start + share + _GRACE_SECONDS)
-    with ThreadPoolExecutor(_parallel_peaks(results.header["device"])) as pool:
-        list(pool.map(take, results.labels(name)))
-    _print_group(results, name)
+    finally:
+        turns.end(name, has_device)
 
 
-def _parallel_peaks(device: Mapping[str, Any]) -> int:
-    """How many processes may use the device's memory at once: nothing is timed then."""
-    if device["platform"] == "cpu":
-        return 2
-    return 4 if (device["bytes_limit"] or 0) >= _BYTES_FOR_PARALLEL_PEAKS else 1
+def run_peaks(worker: Worker, results: Results, jobs: int) -> None:
+    """Takes the peaks of the rows that ran: processes beside each other, as nothing is timed any more."""
+    ran = [key for key, row in results.rows.items() if "step_ms" in row]
+    if not ran:
+        return
+    take = functools.partial(_take_peak, worker, results, worker.end)
+    with ThreadPoolExecutor(_parallel_peaks(results, jobs)) as pool:
+        list(pool.map(take, *zip(*ran, strict=True)))
 
 
-def _take_peak(worker: Worker, results: Results, group: str, until: float, label: str) -> None:
+def _parallel_peaks(results: Results, jobs: int) -> int:
+    """How many processes may use the device's memory at once, each of them as much as the largest program twice:
+    what the compiler does not count is less than that."""
+    limit = results.header["device"]["bytes_limit"]
+    largest = max((r.get("compiled", {}).get("total_bytes") or 0) for r in results.rows.values())
+    return max(1, min(jobs, limit // max(2 * largest, 1) if limit and largest else jobs))
+
+
+def _take_peak(worker: Worker, results: Results, until: float, group: str, label: str) -> None:
     try:
         for event in worker.events("peak", "--group", group, "--label", label, until=until):
             results.add(event)
@@ -221,7 +315,7 @@ def _take_peak(worker: Worker, results: Results, group: str, until: float, label
 
 
 def _print_group(results: Results, group: str) -> None:
-    print(f"  {'':38s} {'step ms':>9s} {'temp MiB':>9s} {'peak MiB':>9s} {'compile s':>9s}")
+    print(f"{group:40s} {'step ms':>9s} {'temp MiB':>9s} {'peak MiB':>9s} {'compile s':>9s}")
     for (name, label), row in results.rows.items():
         if name != group:
             continue
@@ -294,18 +388,34 @@ def run(options: argparse.Namespace, cache: Path, start: float) -> int:
     header = _header(device, options, start)
     path = _free_path(options.out, device["device"]["name"], header["date"])
     results = Results(path, header)
-    weights = SMALL_WEIGHTS if options.dry_run else GROUP_WEIGHTS
-    names = [name for name in weights if name in (options.groups or weights)]
-    for place, name in enumerate(names):
-        left = worker.end - time.time()
-        if left < _LEAST_SECONDS:
-            results.skip(name, "no time was left to start it")
-            continue
-        share = left * weights[name] / sum(weights[later] for later in names[place:])
-        run_group(worker, results, name, min(left, max(share, _LEAST_SECONDS)))
+    weights = _chosen(options)
+    left = worker.end - time.time()
+    turns = Turns(
+        weights,
+        options.jobs,
+        compiled_by=time.time() + _COMPILE_SHARE * left,
+        timed_by=time.time() + (1 - _PEAK_SHARE) * left,
+    )
+    with ThreadPoolExecutor(len(weights)) as pool:
+        list(pool.map(functools.partial(run_group, worker, results, turns), weights))
+    run_peaks(worker, results, options.jobs)
     results.finish()
+    for name in weights:
+        _print_group(results, name)
     print(path)
     return 0 if any(row["status"] == "ok" for row in results.rows.values()) else 1
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, float]:
+    """The groups to run, in their order, and their shares of the time."""
+    if options.dry_run:
+        known, default = SMALL_WEIGHTS, SMALL_WEIGHTS
+    else:
+        known, default = GROUP_WEIGHTS | VALIDATION_WEIGHTS, GROUP_WEIGHTS
+    if not options.groups:
+        return default
+    names = {*options.groups, *(VALIDATION_WEIGHTS if VALIDATION in options.groups else ())}
+    return {name: weight for name, weight in known.items() if name in names}
 
 
 def _stop(*_: Any) -> None:
@@ -319,7 +429,14 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="everything is over by then")
-    parser.add_argument("--groups", nargs="+", choices=list(GROUP_WEIGHTS), help="default: all")
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        choices=[*GROUP_WEIGHTS, *VALIDATION_WEIGHTS, VALIDATION],
+        help=f"default: all of the first line; {VALIDATION}: those of models/validation",
+    )
+    jobs = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=int, default=jobs, help=f"compile at once (default: {jobs})")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="tiny programs on the CPU")
     options = parser.parse_args(argv)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -21,15 +22,14 @@ import optax
 import remat
 from benchmarks.hand_policies import BY_HAND
 from benchmarks.programs import GROUPS, Group, Row, elementwise_gelu
-from models import gpt, mlp
-from models.development import NETWORKS
+from models import development, gpt, mlp, validation
 from models.development.llama import llama_scan
 from remat.compile import compiler_options
 
 __all__ = ["BUDGETED", "WITHIN", "GpuGroup", "Program", "device_arrays", "groups"]
 
 BASELINE = "none"
-BUDGETED: tuple[str, ...] = ("llama_scan", "stencil", "lstm_unrolled")
+BUDGETED: tuple[str, ...] = ("llama_scan", "stencil", "lstm_unrolled", *validation.NETWORKS)
 WITHIN = "ilp within"  # how the labels of rows within a budget begin
 BUDGETS = (0.7, 0.5, 0.3)  # of the temporary memory without rematerialization
 TRAINING = "gpt2_training"
@@ -74,11 +74,12 @@ class GpuGroup:
     min_seconds: float = 1.0
 
 
-def groups(small: bool = False) -> dict[str, GpuGroup]:
+def groups(small: bool = False, plans: Path | None = None) -> dict[str, GpuGroup]:
     """The groups by name.
 
     Args:
         small: tiny sizes, to run the same code on a CPU.
+        plans: folder that plans within budgets are written to, and read from where they are there.
     """
     factories: dict[str, Callable[[], list[Program]]]
     if small:
@@ -86,12 +87,12 @@ def groups(small: bool = False) -> dict[str, GpuGroup]:
             "gelu": functools.partial(_programs, _small_gelu, ()),
             "residual_mlp": functools.partial(_programs, _small_mlp, ()),
             "llama_scan": functools.partial(
-                _programs, functools.partial(_within_budgets, "llama_scan", True), ()
+                _programs, functools.partial(_within_budgets, "llama_scan", plans, True), ()
             ),
             TRAINING: functools.partial(training, _SMALL_GPT, 2),
         }
     else:
-        factories = {name: _factory(name) for name in (*GROUPS, *BUDGETED, TRAINING)}
+        factories = {name: _factory(name, plans) for name in (*GROUPS, *BUDGETED, TRAINING)}
     seconds = 0.1 if small else 1.0
     return {name: GpuGroup(name, factory, seconds) for name, factory in factories.items()}
 
@@ -172,7 +173,7 @@ def _training_program(label: str, loss: Any, shapes: tuple[Any, ...], vocabulary
     )
 
 
-def _factory(name: str) -> Callable[[], list[Program]]:
+def _factory(name: str, plans: Path | None) -> Callable[[], list[Program]]:
     if name == TRAINING:
         config = dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True)
         return functools.partial(training, config, 8)
@@ -180,14 +181,42 @@ def _factory(name: str) -> Callable[[], list[Program]]:
         name, 8
     )
     if name in BUDGETED:
-        return functools.partial(_programs, functools.partial(_within_budgets, name), (), integers)
+        return functools.partial(
+            _programs, functools.partial(_within_budgets, name, plans), (), integers
+        )
     group = GROUPS[name]
     return functools.partial(_programs, group.rows, _important(group), integers)
 
 
-def _within_budgets(name: str, small: bool = False) -> list[Row]:
+@dataclasses.dataclass(frozen=True)
+class _Budgeted:
+    """A function within a budget, planned once by the processes of a run.
+
+    Attributes:
+        function: without rematerialization.
+        budget: share of what that takes.
+        place: file of the plan, or None to plan anew.
+    """
+
+    function: Callable[..., Any]
+    budget: float
+    place: Path | None
+
+    def __call__(self, *args: Any) -> Any:
+        """Raises BudgetError if no plan fits."""
+        if self.place is not None and self.place.exists():
+            plan = remat.Plan.from_json(self.place)
+        else:
+            plan = remat.plan(self.function, *args, remat_policy="ilp", budget=self.budget)
+            if self.place is not None:
+                self.place.parent.mkdir(parents=True, exist_ok=True)
+                plan.to_json(self.place)
+        return remat.checkpoint(self.function, remat_policy=plan)(*args)
+
+
+def _within_budgets(name: str, plans: Path | None, small: bool = False) -> list[Row]:
     """A network under the ready-made policies, by hand where it has blocks, and within budgets."""
-    plain, args = NETWORKS[name](small)
+    plain, args = (development.NETWORKS | validation.NETWORKS)[name](small)
     rows = [Row(BASELINE, plain, args)]
     rows += [
         Row(policy, remat.checkpoint(plain, remat_policy=policy), args)
@@ -200,7 +229,7 @@ def _within_budgets(name: str, small: bool = False) -> list[Row]:
     rows += [
         Row(
             f"{WITHIN} {share} of none",
-            remat.checkpoint(plain, remat_policy="ilp", budget=share),
+            _Budgeted(plain, share, plans and plans / f"{name}_{share}.json"),
             args,
         )
         for share in BUDGETS
@@ -221,12 +250,12 @@ def _programs(
 ) -> list[Program]:
     order = {label: place for place, label in enumerate(important)}
     ordered = sorted(rows(), key=lambda row: order.get(row.label, len(order)))
-    return [_program(row, integers) for row in ordered]
-
-
-def _program(row: Row, integers: int) -> Program:
-    scalar = jax.eval_shape(row.function, *row.args)
+    scalar = jax.eval_shape(ordered[0].function, *ordered[0].args)
     is_loss = getattr(scalar, "shape", None) == ()
+    return [_program(row, integers, is_loss) for row in ordered]
+
+
+def _program(row: Row, integers: int, is_loss: bool) -> Program:
     function = jax.value_and_grad(row.function) if is_loss else row.function
     return Program(
         row.label,

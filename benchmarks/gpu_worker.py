@@ -1,7 +1,7 @@
 """The processes that `benchmarks.gpu` starts; each prints what it finds as JSON, a line at a time.
 
 python -m benchmarks.gpu_worker device
-python -m benchmarks.gpu_worker group --group G --deadline UNIX_TIME   compiles, compares, times in turn
+python -m benchmarks.gpu_worker group --group G --deadline UNIX_TIME   compiles, waits for its turn, times
 python -m benchmarks.gpu_worker peak --group G --label L               memory of one row alone
 """
 
@@ -15,7 +15,9 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 
 import remat
 from benchmarks.gpu_cases import BASELINE, GpuGroup, Program, groups
+from remat import BudgetError
 
 __all__ = ["main"]
 
@@ -135,30 +138,56 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run_group(group: GpuGroup, deadline: float) -> None:
-    """Compiles the rows, compares their results with the baseline's, then times them in turn."""
+def run_group(group: GpuGroup, deadline: float, turn: Callable[[], float]) -> None:
+    """Compiles the rows, waits for its turn, then compares their results with the baseline's and times them.
+
+    Args:
+        group: the rows.
+        deadline: until when rows are compiled, as of `time.time()`.
+        turn: waits until nothing else uses the device, and returns until when the rows may be timed.
+    """
     programs = group.programs()
     emit("group", group=group.name, labels=[program.label for program in programs])
+    compiled = _compile_all(group, programs, deadline)
+    emit("prepared", group=group.name)
+    deadline = turn()
     running: list[Running] = []
     reference: Signature | None = None
     shared: tuple[Any, ...] | None = None
-    longest = FIRST_COMPILE_SECONDS
-    for place, program in enumerate(programs):
-        if time.time() + longest + group.min_seconds * (len(running) + 1) > deadline:
-            emit_row(group, program.label, status="skipped", reason="no time was left to compile")
+    for program in compiled:
+        if time.time() + group.min_seconds * (len(running) + 1) > deadline:
+            emit_row(group, program.label, status="skipped", reason="no time was left to run it")
             continue
-        start = time.perf_counter()
         try:
             if shared is None or program.carries:
                 shared = program.make_args()
             reference = _start(group, program, shared, reference, running)
         except Exception as error:
             emit_row(group, program.label, status="failed", reason=_short(error))
-        # The first row makes the arrays besides, and tunes kernels that later rows have, too. Half of it is an
-        # estimate: compiling alone took later rows of a GPT 0.5 and 0.7 of the first's seconds on an H100.
+    _time(group, running, deadline)
+
+
+def _compile_all(
+    group: GpuGroup, programs: Sequence[Program], deadline: float
+) -> tuple[Program, ...]:
+    """The programs that may run, each traced, planned and compiled, while there is time."""
+    done: list[Program] = []
+    longest = FIRST_COMPILE_SECONDS
+    for place, program in enumerate(programs):
+        if time.time() + longest > deadline:
+            emit_row(group, program.label, status="skipped", reason="no time was left to compile")
+            continue
+        start = time.perf_counter()
+        try:
+            emit_row(group, program.label, compiled=_compiled(program))
+            done.append(program)
+        except BudgetError as error:
+            emit_row(group, program.label, status="refused", reason=_short(error))
+        # The first row tunes kernels that later rows have, too. Half of it is an estimate: compiling alone took
+        # later rows of a GPT 0.5 and 0.7 of the first's seconds on an H100.
         taken = time.perf_counter() - start
         longest = max(longest, taken / 2 if place == 0 else taken)
-    _time(group, running, deadline)
+    return tuple(done)
 
 
 def _start(
@@ -168,8 +197,7 @@ def _start(
     reference: Signature | None,
     running: list[Running],
 ) -> Signature | None:
-    """Compiles, warms up and compares one row, and adds it to those to be timed."""
-    emit_row(group, program.label, compiled=_compiled(program))
+    """Warms up and compares one row, and adds it to those to be timed."""
     run = Running(program, args, 1, [])
     start = time.perf_counter()
     out = jax.block_until_ready(run.step())
@@ -188,9 +216,15 @@ def _start(
 
 
 def _compiled(program: Program) -> dict[str, Any]:
-    """What the compiler says; the executable then lies in jax's persistent cache for the run."""
+    """What the compiler says; the executable then lies in jax's persistent cache for the run.
+
+    Raises:
+        BudgetError: no plan fits the row's budget.
+    """
     try:
         report = remat.compile_report(program.call, *program.shapes, device=None)
+    except BudgetError:
+        raise
     except Exception as error:  # the program may run all the same
         return {"error": _short(error)}
     return {
@@ -259,6 +293,11 @@ def run_peak(group: GpuGroup, label: str) -> None:
     emit_row(group, label, memory=memory)
 
 
+def _turn() -> float:
+    """Until when rows may be timed, which the driver says when it is this group's turn."""
+    return float(sys.stdin.readline())
+
+
 def _peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
@@ -276,14 +315,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--group")
     parser.add_argument("--label")
     parser.add_argument("--deadline", type=float, default=math.inf, help="as of time.time()")
+    parser.add_argument("--plans", type=Path, help="folder for plans that several processes need")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(argv)
     if options.task == "device":
         report_device()
         return 0
-    group = groups(options.small)[options.group]
+    group = groups(options.small, options.plans)[options.group]
     if options.task == "group":
-        run_group(group, options.deadline)
+        run_group(group, options.deadline, _turn)
     else:
         run_peak(group, options.label)
     return 0

@@ -400,7 +400,7 @@ def test_planning_writes_its_rows(tmp_path: Path) -> None:
 
 def test_gpu_benchmark_runs_the_groups_that_exist() -> None:
     assert (
-        set(gpu.GROUP_WEIGHTS)
+        set(gpu.GROUP_WEIGHTS | gpu.VALIDATION_WEIGHTS)
         == set(gpu_cases.groups())
         == {
             *GROUPS,
@@ -425,10 +425,11 @@ def test_results_are_written_at_once_and_never_over_each_other(tmp_path: Path) -
 
 
 def test_rows_that_do_not_fit_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_worker.run_group(gpu_cases.groups(small=True)["gelu"], deadline=0.0)
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert events[0]["labels"] == ["none", "min_cut"]
-    assert [event["status"] for event in events[1:]] == ["skipped", "skipped"]
+    gpu_worker.run_group(gpu_cases.groups(small=True)["gelu"], deadline=0.0, turn=lambda: 0.0)
+    first, *skipped, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first["labels"] == ["none", "min_cut"]
+    assert [event["status"] for event in skipped] == ["skipped", "skipped"]
+    assert last == {"event": "prepared", "group": "gelu"}
 
 
 def test_a_worker_is_killed_at_its_deadline(tmp_path: Path) -> None:
