@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--minutes 9] [--groups gpt_scan validation ...] [--jobs N] [--out DIR] [--dry-run]
 
-Every group has a process, which plans and compiles its rows, `--jobs` of them beside each other. When all are
+Every row is planned and compiled in a process of its own, `--jobs` of them beside each other. When all are
 compiled, or half of the time is over, the groups are timed one after the other, the rows of a group in turn. At
 last the peak of each row is taken in a process of its own. It ends before `--minutes` are over: what does not fit
 is listed as skipped. Results are written after every row to `gpu_<device>_<date>.json`. `--dry-run` does the same
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 
 from models import validation
 
-__all__ = ["GROUP_WEIGHTS", "VALIDATION_WEIGHTS", "Results", "Turns", "Worker", "main"]
+__all__ = ["GROUP_WEIGHTS", "VALIDATION_WEIGHTS", "Results", "Worker", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,7 +63,7 @@ SMALL_WEIGHTS: dict[str, float] = {
 """The groups of a dry run."""
 
 _RESERVE_SECONDS = 10.0
-_COMPILE_SHARE = 0.5
+_COMPILE_SHARE = 0.55
 _PEAK_SHARE = 0.15
 _GRACE_SECONDS = 10.0
 _ERROR_LINES = 12
@@ -84,16 +84,8 @@ class Worker:
     small: bool
     end: float
 
-    def events(
-        self, *arguments: str, until: float, turn: Callable[[], float] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Yields what the process prints, as it does.
-
-        Args:
-            arguments: of the process.
-            until: when it is killed, as of `time.time()`.
-            turn: called when the process has prepared; waits until it may time, and returns until when, which the
-                process is told; some seconds later it is killed.
+    def events(self, *arguments: str, until: float) -> Iterator[dict[str, Any]]:
+        """Yields what the process prints, as it does; at `until` it is killed.
 
         Raises:
             subprocess.CalledProcessError: it failed or was killed; `stderr` has the end of its log.
@@ -105,25 +97,18 @@ class Worker:
                 command,
                 cwd=ROOT,
                 env=self._environment(),
-                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
-            timer = self._killing(process, until)
+            limit = max(min(until, self.end) - time.time(), 0.0)
+            timer = threading.Timer(limit, process.kill)
+            timer.start()
             try:
-                assert process.stdin is not None and process.stdout is not None
+                assert process.stdout is not None
                 for line in process.stdout:
-                    if not line.startswith('{"event"'):
-                        continue
-                    event = json.loads(line)
-                    if turn is None or event["event"] != "prepared":
-                        yield event
-                        continue
-                    timer.cancel()
-                    deadline = turn()
-                    timer = self._killing(process, deadline + _GRACE_SECONDS)
-                    print(deadline, file=process.stdin, flush=True)
+                    if line.startswith('{"event"'):
+                        yield json.loads(line)
                 status = process.wait()
             finally:
                 timer.cancel()
@@ -133,11 +118,6 @@ class Worker:
                 log.seek(0)
                 tail = "\n".join(log.read().splitlines()[-_ERROR_LINES:])
                 raise subprocess.CalledProcessError(status, command, stderr=tail)
-
-    def _killing(self, process: subprocess.Popen[str], until: float) -> threading.Timer:
-        timer = threading.Timer(max(min(until, self.end) - time.time(), 0.0), process.kill)
-        timer.start()
-        return timer
 
     def _environment(self) -> dict[str, str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -207,83 +187,53 @@ class Results:
         part.replace(self.path)
 
 
-class Turns:
-    """Who may use the device: all groups compile beside each other, as many as there are `jobs`; none is timed
-    before all have compiled, and then one after the other.
-
-    Args:
-        weights: the groups, and their shares of the time.
-        jobs: groups that compile at once.
-        compiled_by, timed_by: when each part is over, as of `time.time()`.
-    """
-
-    def __init__(
-        self, weights: Mapping[str, float], jobs: int, compiled_by: float, timed_by: float
-    ) -> None:
-        self.compiled_by = compiled_by
-        self._timed_by = timed_by
-        self._jobs = jobs
-        self._slots = threading.Semaphore(jobs)
-        self._device = threading.Lock()
-        self._compiling = dict(weights)
-        self._all_compiled = threading.Event()
-        self._waiting = dict(weights)
-        self._state = threading.Lock()
-
-    def begin(self, name: str) -> float:
-        """Waits until the group may compile, and returns until when."""
-        self._slots.acquire()
-        with self._state:
-            left = self.compiled_by - time.time()
-            share = self._jobs * self._compiling[name] / sum(self._compiling.values())
-            return time.time() + min(left, share * left)
-
-    def compiled(self, name: str) -> None:
-        """The group has compiled, or never will; said twice it counts once."""
-        with self._state:
-            if self._compiling.pop(name, None) is None:
-                return
-            self._slots.release()
-            if not self._compiling:
-                self._all_compiled.set()
-
-    def time(self, name: str) -> float:
-        """Waits until the device is the group's alone, and returns until when."""
-        self.compiled(name)
-        self._all_compiled.wait()
-        self._device.acquire()
-        with self._state:
-            left = self._timed_by - time.time()
-            return time.time() + left * self._waiting[name] / sum(self._waiting.values())
-
-    def end(self, name: str, has_device: bool) -> None:
-        """The group is over."""
-        self.compiled(name)
-        with self._state:
-            self._waiting.pop(name)
-        if has_device:
-            self._device.release()
-
-
-def run_group(worker: Worker, results: Results, turns: Turns, name: str) -> None:
-    """Compiles the rows of a group, and times them when it is its turn."""
-    deadline, has_device = turns.begin(name), False
-    print(f"{name}: {deadline - time.time():.0f} s to compile", flush=True)
-
-    def turn() -> float:
-        nonlocal has_device
-        until, has_device = turns.time(name), True
-        print(f"{name}: {until - time.time():.0f} s to time", flush=True)
-        return until
-
+def name_rows(worker: Worker, results: Results, until: float, group: str) -> None:
+    """Notes the rows of a group, before anything is known of them."""
     try:
-        task = ("group", "--group", name, "--deadline", str(deadline))
-        for event in worker.events(*task, until=turns.compiled_by + _GRACE_SECONDS, turn=turn):
+        for event in worker.events("labels", "--group", group, until=until):
             results.add(event)
     except subprocess.CalledProcessError as error:
-        results.skip(name, f"was stopped: exit status {error.returncode}: {error.stderr}")
-    finally:
-        turns.end(name, has_device)
+        results.skip(group, _reason(error))
+
+
+def compile_row(worker: Worker, results: Results, until: float, row: tuple[str, str]) -> None:
+    """Plans and compiles a row in a process of its own: plan and executable are there for those that run it."""
+    group, label = row
+    reason = "no time was left to compile"
+    if time.time() < until:
+        try:
+            for event in worker.events("compile", "--group", group, "--label", label, until=until):
+                results.add(event)
+            return
+        except subprocess.CalledProcessError as error:
+            reason = _reason(error)
+    results.add(
+        {"event": "row", "group": group, "label": label, "status": "skipped", "reason": reason}
+    )
+
+
+def time_group(worker: Worker, results: Results, name: str, until: float) -> None:
+    """Times the rows of a group that are compiled, in turn; nothing else runs meanwhile."""
+    labels = [
+        label for (group, label), row in results.rows.items() if group == name and "compiled" in row
+    ]
+    if not labels:
+        return
+    if time.time() > until:
+        results.skip(name, "no time was left to time it")
+        return
+    print(f"{name}: {until - time.time():.0f} s to time {len(labels)} rows", flush=True)
+    try:
+        task = ("group", "--group", name, "--deadline", str(until), "--label", *labels)
+        for event in worker.events(*task, until=until + _GRACE_SECONDS):
+            results.add(event)
+    except subprocess.CalledProcessError as error:
+        results.skip(name, _reason(error))
+
+
+def _reason(error: subprocess.CalledProcessError) -> str:
+    killed = error.returncode == -signal.SIGKILL
+    return "no time was left" if killed else f"exit status {error.returncode}: {error.stderr}"
 
 
 def run_peaks(worker: Worker, results: Results, jobs: int) -> None:
@@ -309,8 +259,7 @@ def _take_peak(worker: Worker, results: Results, until: float, group: str, label
         for event in worker.events("peak", "--group", group, "--label", label, until=until):
             results.add(event)
     except subprocess.CalledProcessError as error:
-        reason = "no time was left" if error.returncode == -signal.SIGKILL else error.stderr
-        memory = {"peak_bytes": None, "reason": reason}
+        memory = {"peak_bytes": None, "reason": _reason(error)}
         results.add({"event": "row", "group": group, "label": label, "memory": memory})
 
 
@@ -390,20 +339,35 @@ def run(options: argparse.Namespace, cache: Path, start: float) -> int:
     results = Results(path, header)
     weights = _chosen(options)
     left = worker.end - time.time()
-    turns = Turns(
-        weights,
-        options.jobs,
-        compiled_by=time.time() + _COMPILE_SHARE * left,
-        timed_by=time.time() + (1 - _PEAK_SHARE) * left,
+    compiled_by, timed_by = (
+        worker.end - (1 - _COMPILE_SHARE) * left,
+        worker.end - _PEAK_SHARE * left,
     )
-    with ThreadPoolExecutor(len(weights)) as pool:
-        list(pool.map(functools.partial(run_group, worker, results, turns), weights))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(functools.partial(name_rows, worker, results, compiled_by), weights))
+        rows = _in_turn(results, weights)
+        print(f"{len(rows)} rows: {compiled_by - time.time():.0f} s to compile", flush=True)
+        list(pool.map(functools.partial(compile_row, worker, results, compiled_by), rows))
+    for place, name in enumerate(weights):
+        share = weights[name] / sum(list(weights.values())[place:])
+        time_group(worker, results, name, time.time() + share * (timed_by - time.time()))
     run_peaks(worker, results, options.jobs)
     results.finish()
     for name in weights:
         _print_group(results, name)
     print(path)
     return 0 if any(row["status"] == "ok" for row in results.rows.values()) else 1
+
+
+def _in_turn(results: Results, weights: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The rows in the order in which they are compiled: the first of every group, and so on; more of those that
+    have a larger share of the time."""
+    places: dict[str, int] = dict.fromkeys(weights, 0)
+    order: dict[tuple[str, str], float] = {}
+    for row in results.rows:
+        order[row] = places[row[0]] / weights[row[0]]
+        places[row[0]] += 1
+    return sorted(results.rows, key=order.__getitem__)
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,25 +98,26 @@ def groups(small: bool = False, plans: Path | None = None) -> dict[str, GpuGroup
     return {name: GpuGroup(name, factory, seconds) for name, factory in factories.items()}
 
 
-def device_arrays(shapes: Any, seed: int = 0, integers: int = 8) -> Any:
+def device_arrays(shapes: Any, seed: int = 0, integers: int | tuple[int, ...] = 8) -> Any:
     """Random arrays for a pytree of shapes, made on the default device.
 
     Args:
         shapes: floats become normal numbers of deviation 0.02 (around 1 if the leaf is called "scale" or
             "var"), integers lie below `integers`, PRNG keys are valid keys.
         seed: of the random generator.
-        integers: the bound of integers, such as the size of a vocabulary.
+        integers: the bound of integers, such as the size of a vocabulary, or one for each leaf of them.
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     floats = [shape for _, shape in flat if jnp.issubdtype(shape.dtype, jnp.floating)]
 
     def make() -> list[jax.Array]:
+        bounds = iter(integers) if isinstance(integers, tuple) else itertools.repeat(integers)
         # One draw for all: a kernel per leaf takes minutes to compile where there are hundreds.
         key = jax.random.key(seed)
         noise = jax.random.normal(key, (sum(shape.size for shape in floats),), jnp.float32)
         parts = iter(jnp.split(noise, np.cumsum([shape.size for shape in floats])[:-1]))
         return [
-            _leaf(parts, jax.random.fold_in(key, i), path, shape, integers)
+            _leaf(parts, jax.random.fold_in(key, i), path, shape, bounds)
             for i, (path, shape) in enumerate(flat)
         ]
 
@@ -173,13 +175,21 @@ def _training_program(label: str, loss: Any, shapes: tuple[Any, ...], vocabulary
     )
 
 
+_INTEGERS: dict[str, int | tuple[int, ...]] = {
+    "lstm": 10_000,
+    "resnet50": 1000,
+    "llama_scan": 32_000,
+    "lstm_unrolled": 2048,
+    "graph_attention": (20_000, 20_000, 8),
+}
+"""What integers lie below, where that decides how often threads add to one place."""
+
+
 def _factory(name: str, plans: Path | None) -> Callable[[], list[Program]]:
     if name == TRAINING:
         config = dataclasses.replace(gpt.GPT2_SMALL, scan_layers=True)
         return functools.partial(training, config, 8)
-    integers = {"lstm": 10_000, "resnet50": 1000, "llama_scan": 32_000, "lstm_unrolled": 2048}.get(
-        name, 8
-    )
+    integers = _INTEGERS.get(name, 8)
     if name in BUDGETED:
         return functools.partial(
             _programs, functools.partial(_within_budgets, name, plans), (), integers
@@ -207,7 +217,13 @@ class _Budgeted:
         if self.place is not None and self.place.exists():
             plan = remat.Plan.from_json(self.place)
         else:
-            plan = remat.plan(self.function, *args, remat_policy="ilp", budget=self.budget)
+            plan = remat.plan(
+                self.function,
+                *args,
+                remat_policy="ilp",
+                budget=self.budget,
+                confirm=remat.Confirm(device="attached"),
+            )
             if self.place is not None:
                 self.place.parent.mkdir(parents=True, exist_ok=True)
                 plan.to_json(self.place)
@@ -217,24 +233,20 @@ class _Budgeted:
 def _within_budgets(name: str, plans: Path | None, small: bool = False) -> list[Row]:
     """A network under the ready-made policies, by hand where it has blocks, and within budgets."""
     plain, args = (development.NETWORKS | validation.NETWORKS)[name](small)
-    rows = [Row(BASELINE, plain, args)]
-    rows += [
-        Row(policy, remat.checkpoint(plain, remat_policy=policy), args)
-        for policy in ("min_cut", "low_memory", "full")
-    ]
+    rows = [Row(BASELINE, plain, args), _ready_made("min_cut", plain, args)]
+    for share in BUDGETS:
+        place = plans and plans / f"{name}_{share}.json"
+        rows.append(Row(f"{WITHIN} {share} of none", _Budgeted(plain, share, place), args))
+    rows += [_ready_made(policy, plain, args) for policy in ("low_memory", "full")]
     if name == llama_scan.__name__:
         for label, policy in BY_HAND.items():
             wrap = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
             rows.append(Row(f"jax: {label}, per block", llama_scan(small, wrap)[0], args))
-    rows += [
-        Row(
-            f"{WITHIN} {share} of none",
-            _Budgeted(plain, share, plans and plans / f"{name}_{share}.json"),
-            args,
-        )
-        for share in BUDGETS
-    ]
     return rows
+
+
+def _ready_made(policy: str, plain: Callable[..., Any], args: tuple[Any, ...]) -> Row:
+    return Row(policy, remat.checkpoint(plain, remat_policy=policy), args)
 
 
 def _important(group: Group) -> tuple[str, ...]:
@@ -246,7 +258,9 @@ def _important(group: Group) -> tuple[str, ...]:
 
 
 def _programs(
-    rows: Callable[[], list[Row]], important: tuple[str, ...], integers: int = 8
+    rows: Callable[[], list[Row]],
+    important: tuple[str, ...],
+    integers: int | tuple[int, ...] = 8,
 ) -> list[Program]:
     order = {label: place for place, label in enumerate(important)}
     ordered = sorted(rows(), key=lambda row: order.get(row.label, len(order)))
@@ -255,7 +269,7 @@ def _programs(
     return [_program(row, integers, is_loss) for row in ordered]
 
 
-def _program(row: Row, integers: int, is_loss: bool) -> Program:
+def _program(row: Row, integers: int | tuple[int, ...], is_loss: bool) -> Program:
     function = jax.value_and_grad(row.function) if is_loss else row.function
     return Program(
         row.label,
@@ -272,7 +286,11 @@ def _jit(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def _leaf(
-    noise: Iterator[jax.Array], key: jax.Array, path: tuple[Any, ...], shape: Any, integers: int
+    noise: Iterator[jax.Array],
+    key: jax.Array,
+    path: tuple[Any, ...],
+    shape: Any,
+    bounds: Iterator[int],
 ) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, shape.shape) if shape.shape else key
@@ -280,7 +298,7 @@ def _leaf(
         name = jax.tree_util.keystr(path[-1:], simple=True)
         mean = 1.0 if name in ("scale", "var") else 0.0
         return (mean + 0.02 * next(noise).reshape(shape.shape)).astype(shape.dtype)
-    return jax.random.randint(key, shape.shape, 0, integers, shape.dtype)
+    return jax.random.randint(key, shape.shape, 0, next(bounds), shape.dtype)
 
 
 def _small_gelu() -> list[Row]:

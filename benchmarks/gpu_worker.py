@@ -1,8 +1,10 @@
 """The processes that `benchmarks.gpu` starts; each prints what it finds as JSON, a line at a time.
 
 python -m benchmarks.gpu_worker device
-python -m benchmarks.gpu_worker group --group G --deadline UNIX_TIME   compiles, waits for its turn, times
-python -m benchmarks.gpu_worker peak --group G --label L               memory of one row alone
+python -m benchmarks.gpu_worker labels --group G                             its rows
+python -m benchmarks.gpu_worker compile --group G --label L                  plans and compiles a row
+python -m benchmarks.gpu_worker group --group G --label L ... --deadline T   compares rows, times them in turn
+python -m benchmarks.gpu_worker peak --group G --label L                     memory of one row alone
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,6 @@ PRINT_SECONDS = 5.0
 SAMPLE_SECONDS = 0.02
 MAX_CALLS = 50
 WARM_UP_CALLS = 3
-FIRST_COMPILE_SECONDS = 5.0
 COMPARED_LEAVES = 3
 PEAK_STEPS = 2
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy")
@@ -138,23 +139,30 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run_group(group: GpuGroup, deadline: float, turn: Callable[[], float]) -> None:
-    """Compiles the rows, waits for its turn, then compares their results with the baseline's and times them.
+def name_rows(group: GpuGroup) -> None:
+    """Prints the rows of a group."""
+    emit("group", group=group.name, labels=[program.label for program in group.programs()])
 
-    Args:
-        group: the rows.
-        deadline: until when rows are compiled, as of `time.time()`.
-        turn: waits until nothing else uses the device, and returns until when the rows may be timed.
-    """
-    programs = group.programs()
-    emit("group", group=group.name, labels=[program.label for program in programs])
-    compiled = _compile_all(group, programs, deadline)
-    emit("prepared", group=group.name)
-    deadline = turn()
+
+def run_compile(group: GpuGroup, label: str) -> None:
+    """Traces, plans and compiles a row; plan and executable then lie where this run's other processes find them."""
+    try:
+        emit_row(group, label, compiled=_compiled(_chosen(group, [label])[0]))
+    except BudgetError as error:
+        emit_row(group, label, status="refused", reason=_short(error))
+
+
+def _chosen(group: GpuGroup, labels: Sequence[str]) -> list[Program]:
+    """The programs of these rows, in the group's order."""
+    return [program for program in group.programs() if program.label in labels]
+
+
+def run_group(group: GpuGroup, labels: Sequence[str], deadline: float) -> None:
+    """Compares the results of rows with the baseline's, then times the rows in turn."""
     running: list[Running] = []
     reference: Signature | None = None
     shared: tuple[Any, ...] | None = None
-    for program in compiled:
+    for program in _chosen(group, labels):
         if time.time() + group.min_seconds * (len(running) + 1) > deadline:
             emit_row(group, program.label, status="skipped", reason="no time was left to run it")
             continue
@@ -165,29 +173,6 @@ def run_group(group: GpuGroup, deadline: float, turn: Callable[[], float]) -> No
         except Exception as error:
             emit_row(group, program.label, status="failed", reason=_short(error))
     _time(group, running, deadline)
-
-
-def _compile_all(
-    group: GpuGroup, programs: Sequence[Program], deadline: float
-) -> tuple[Program, ...]:
-    """The programs that may run, each traced, planned and compiled, while there is time."""
-    done: list[Program] = []
-    longest = FIRST_COMPILE_SECONDS
-    for place, program in enumerate(programs):
-        if time.time() + longest > deadline:
-            emit_row(group, program.label, status="skipped", reason="no time was left to compile")
-            continue
-        start = time.perf_counter()
-        try:
-            emit_row(group, program.label, compiled=_compiled(program))
-            done.append(program)
-        except BudgetError as error:
-            emit_row(group, program.label, status="refused", reason=_short(error))
-        # The first row tunes kernels that later rows have, too. Half of it is an estimate: compiling alone took
-        # later rows of a GPT 0.5 and 0.7 of the first's seconds on an H100.
-        taken = time.perf_counter() - start
-        longest = max(longest, taken / 2 if place == 0 else taken)
-    return tuple(done)
 
 
 def _start(
@@ -216,7 +201,7 @@ def _start(
 
 
 def _compiled(program: Program) -> dict[str, Any]:
-    """What the compiler says; the executable then lies in jax's persistent cache for the run.
+    """What the compiler says.
 
     Raises:
         BudgetError: no plan fits the row's budget.
@@ -282,7 +267,7 @@ def _statistics(run: Running) -> dict[str, Any]:
 
 def run_peak(group: GpuGroup, label: str) -> None:
     """Prints the device's peak of a process that runs nothing but this row."""
-    (program,) = (program for program in group.programs() if program.label == label)
+    (program,) = _chosen(group, [label])
     run = Running(program, jax.block_until_ready(program.make_args()), 1, [])
     before = _peak_bytes()
     start = time.perf_counter()
@@ -291,11 +276,6 @@ def run_peak(group: GpuGroup, label: str) -> None:
     seconds = time.perf_counter() - start
     memory = {"peak_bytes": _peak_bytes(), "peak_bytes_before": before, "seconds": seconds}
     emit_row(group, label, memory=memory)
-
-
-def _turn() -> float:
-    """Until when rows may be timed, which the driver says when it is this group's turn."""
-    return float(sys.stdin.readline())
 
 
 def _peak_bytes() -> int | None:
@@ -311,9 +291,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("task", choices=["device", "group", "peak"])
+    parser.add_argument("task", choices=["device", "labels", "compile", "group", "peak"])
     parser.add_argument("--group")
-    parser.add_argument("--label")
+    parser.add_argument("--label", nargs="+", default=[], metavar="L")
     parser.add_argument("--deadline", type=float, default=math.inf, help="as of time.time()")
     parser.add_argument("--plans", type=Path, help="folder for plans that several processes need")
     parser.add_argument("--small", action="store_true")
@@ -322,10 +302,12 @@ def main(argv: list[str] | None = None) -> int:
         report_device()
         return 0
     group = groups(options.small, options.plans)[options.group]
-    if options.task == "group":
-        run_group(group, options.deadline, _turn)
+    if options.task == "labels":
+        name_rows(group)
+    elif options.task == "group":
+        run_group(group, options.label, options.deadline)
     else:
-        run_peak(group, options.label)
+        (run_peak if options.task == "peak" else run_compile)(group, *options.label)
     return 0
 
 
