@@ -204,6 +204,10 @@ def compile_row(worker: Worker, results: Results, until: float, row: tuple[str, 
         try:
             for event in worker.events("compile", "--group", group, "--label", label, until=until):
                 results.add(event)
+            print(
+                f"  {group}, {label}: {'compiled' if 'compiled' in results.rows[row] else 'refused'}",
+                flush=True,
+            )
             return
         except subprocess.CalledProcessError as error:
             reason = _reason(error)
