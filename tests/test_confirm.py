@@ -19,7 +19,9 @@ import remat
 from remat import Confirm
 from remat.compiler.compile import TracedStep
 from remat.core.errors import BudgetError, CompileError, DeviceMemoryError
+from remat.core.graph import Graph
 from remat.planning.confirm import confirmed
+from remat.planning.loops import BodyOption, body_options
 from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
@@ -116,6 +118,29 @@ def test_the_compiled_program_is_within_the_budget(is_scanned: bool, lowering: s
     ours, theirs = jax.jit(jax.grad(wrapped))(*arguments), jax.jit(jax.grad(function))(*arguments)
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_loops_body_can_keep_is_worked_out_once_for_all_plannings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+
+    def counting(graph: Graph, device: str) -> list[BodyOption]:
+        made.append(graph.fingerprint())
+        return body_options(graph, device)
+
+    monkeypatch.setattr("remat.planning.bodies.body_options", counting)
+    lines: list[str] = []
+    remat.plan(
+        scanned,
+        *args(True),
+        remat_policy=QUICK,
+        budget=0.5,
+        confirm=Confirm(compiles=6, device="cpu"),
+        progress=lines.append,
+    )
+    assert sum("a budget of" in line and "compiling" in line for line in lines) >= 2
+    assert made and len(made) == len(set(made))
 
 
 def test_where_everything_fits_nothing_has_to_be_repeated() -> None:

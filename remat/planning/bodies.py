@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from remat.core.graph import Alternatives, Graph
+from remat.core.interrupt import ended
 from remat.planning.loops import (
     BodyOption,
     LoopOption,
@@ -21,7 +23,12 @@ from remat.plans.plan import LoopPlan, Plan
 from remat.policies import Full
 from remat.policies.base import BudgetPolicy, Decision
 
-__all__ = ["Body", "InChunk", "as_meant"]
+__all__ = ["Body", "InChunk", "Menus", "as_meant"]
+
+Menus = dict[tuple[Hashable, ...], list[BodyOption]]
+"""What bodies of loops can keep, for all plannings of a function: by the loop's path, the body's structure, what is
+the same in every iteration, and what integers may be (that follows from literals, which no structure has).
+"""
 
 
 @dataclass
@@ -31,6 +38,8 @@ class Body(SteadyPlanner):
     device: str
     policy: BudgetPolicy
     time: TimeLimit
+    path: str = ""
+    known: Menus = field(default_factory=dict)
     menus: dict[str, list[BodyOption]] = field(default_factory=dict)
     inner: dict[str, Body] = field(default_factory=dict)
     graph: Graph | None = None  # of one iteration, of the loop as a whole
@@ -64,8 +73,15 @@ class Body(SteadyPlanner):
         assert self.graph is not None
         fingerprint = self.graph.fingerprint()
         if fingerprint not in self.menus:
-            with self.time.running():
-                self.menus[fingerprint] = body_options(self.graph, self.device)
+            ranges = tuple(value.range for value in self.graph.values)
+            key = (self.path, fingerprint, self.device, self.graph.fixed, ranges)
+            found = self.known.get(key)
+            if found is None:
+                with self.time.running():
+                    found = body_options(self.graph, self.device)
+                    if not ended():
+                        self.known[key] = found
+            self.menus[fingerprint] = found
         return self.menus[fingerprint]
 
     def options(self) -> list[LoopOption]:
@@ -88,7 +104,8 @@ class Body(SteadyPlanner):
         if self.chosen is not None and self.chosen.chunks:
             chunks = () if is_rest(path) else self.chosen.chunks[1:]
             return InChunk(self.chosen.body, chunks, self.device, self.policy, self.time)
-        return self.inner.setdefault(path, Body(self.device, self.policy, self.time))
+        inner = Body(self.device, self.policy, self.time, f"{self.path}/{path}", self.known)
+        return self.inner.setdefault(path, inner)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from remat.core.errors import BudgetError, CompileError, DeviceMemoryError
 from remat.core.interrupt import interrupted, raise_interrupt, say, say_best
 from remat.planning import search
+from remat.planning.bodies import Menus
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.planning.resort import limit_bytes
@@ -70,6 +71,7 @@ class BudgetKnob(Generic[T]):
         self.bench, self.policy = bench, policy
         self.time = SharedTime(policy)
         self._least: T | None = None
+        self._menus: Menus = {}
         self._others = iter(self._quick)
 
     def cheapest(self) -> T:
@@ -129,7 +131,7 @@ class BudgetKnob(Generic[T]):
         budget = max(budget_bytes, 1)
         return Setting(
             f"a budget of {human_bytes(budget)}",
-            PolicyPlanner(self.policy, budget, margin=0, nearest=nearest),
+            PolicyPlanner(self.policy, budget, margin=0, nearest=nearest, menus=self._menus),
         )
 
     @property

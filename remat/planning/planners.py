@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from remat.core.errors import BudgetError, PlanError, number_or_nan
 from remat.core.forms import form_of, get_encoding
 from remat.core.graph import Alternatives, Graph
+from remat.planning.bodies import Menus
 from remat.planning.make import make_plan
 from remat.planning.numbers import MARGIN
 from remat.planning.protocol import NO_CHUNKS, SteadyPlanner
@@ -58,6 +59,7 @@ class PolicyPlanner(SteadyPlanner):
         confirm: how the compiler is asked, None if it is not.
         tags: `checkpoint_name`s of the function as written, wherever they are in it; None for the body of a loop,
             which need not hold what the policy names.
+        menus: of the function's loops, for those who plan the same function several times.
     """
 
     policy: Policy
@@ -66,6 +68,7 @@ class PolicyPlanner(SteadyPlanner):
     nearest: bool = False
     confirm: Confirm | None = None
     tags: frozenset[str] | None = None
+    menus: Menus | None = field(default=None, compare=False, repr=False)
 
     @property
     def takes_long(self) -> bool:
@@ -82,7 +85,7 @@ class PolicyPlanner(SteadyPlanner):
         if self.budget is None:
             return self
         if isinstance(self.policy, BudgetPolicy):
-            return BudgetSession(self.policy, self.budget, self.margin, self.nearest)
+            return BudgetSession(self.policy, self.budget, self.margin, self.nearest, self.menus)
         return CheckedSession(replace(self, budget=None), self.policy, self.budget)
 
     def sites(self, menu: Alternatives) -> frozenset[str]:

@@ -16,7 +16,7 @@ from remat.core.errors import BudgetError
 from remat.core.graph import Alternatives, Graph
 from remat.core.interrupt import ended, interrupted, raise_interrupt, say
 from remat.memory.predict import peak_bytes, predict
-from remat.planning.bodies import Body, InChunk
+from remat.planning.bodies import Body, InChunk, Menus
 from remat.planning.loops import (
     LoopOption,
     loop_options,
@@ -59,6 +59,7 @@ class BudgetSession(SteadyPlanner):
         limit: bytes, or a fraction of the peak without rematerialization.
         margin: share of it that plans leave for the prediction's error, if there is one that can.
         nearest: where nothing fits and there are no loops, take what is nearest.
+        menus: of the function's loops, from its plannings before; what is found is added.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class BudgetSession(SteadyPlanner):
         limit: Limit,
         margin: float = MARGIN,
         nearest: bool = False,
+        menus: Menus | None = None,
     ) -> None:
         self.nearest = nearest
+        self._known: Menus = {} if menus is None else menus
         self.policy = policy
         self.limit = limit
         self.margin = margin
@@ -92,7 +95,8 @@ class BudgetSession(SteadyPlanner):
             chosen = self.bodies[whole_of(path)].chosen
             assert chosen is not None
             return InChunk(chosen.body, (), self.device, self.policy, self.time)
-        return self.bodies.setdefault(path, Body(self.device, self.policy, self.time))
+        body = Body(self.device, self.policy, self.time, path, self._known)
+        return self.bodies.setdefault(path, body)
 
     def sites(self, menu: Alternatives) -> frozenset[str]:
         """Returns what the policy wants outside of the loops.
