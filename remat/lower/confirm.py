@@ -59,14 +59,15 @@ def plan_and_confirm(
     if reason:
         return _unconfirmed(make(planner), asked, reason)
 
-    def compiled(made: Staged, limit_bytes: int | None) -> Confirmed:
-        return _compiled(made, room, device, limit_bytes)
+    def compiled(made: Staged, before: Confirmed | None) -> Confirmed:
+        return _compiled(made, room, device, before)
 
     try:
         if asked.budget is None:
             staged = make(planner)
             say(f"{asked.policy.name}: compiling")
-            return Staged(staged.joint, replace(staged.plan, confirmed=compiled(staged, None)))
+            found = compiled(staged, compiled(staged, None))
+            return Staged(staged.joint, replace(staged.plan, confirmed=found))
         staged, plan = confirmed(
             asked,
             asked.confirm.compiles,
@@ -113,12 +114,14 @@ def _unconfirmed(staged: Staged, planner: PolicyPlanner, reason: str) -> Staged:
     return Staged(staged.joint, replace(staged.plan, notes=(*staged.plan.notes, note)))
 
 
-def _compiled(staged: Staged, room: Room, device: str | None, limit_bytes: int | None) -> Confirmed:
+def _compiled(
+    staged: Staged, room: Room, device: str | None, before: Confirmed | None
+) -> Confirmed:
     """Compiles the results and gradients of a planned room for inputs and cotangents of its shapes.
 
     A loss, which has one scalar to differentiate, is compiled as it is used: its cotangent is one, and as
     `jax.grad` has it, without the results. XLA orders that otherwise than with them, by several per cent of the
-    memory, so what is within the limit is compiled as `jax.value_and_grad` has it, too, and the larger counts.
+    memory: given what was found of it, the loss is compiled as `jax.value_and_grad` has it, and the larger counts.
 
     Raises:
         CompileError: it cannot be compiled alone, or not for this device.
@@ -165,11 +168,11 @@ def _compiled(staged: Staged, room: Room, device: str | None, limit_bytes: int |
 
     try:
         if not is_loss:
-            return numbers(run, shapes[:count], shapes[count:])
-        found = numbers(gradients, shapes[:count])
-        if limit_bytes is not None and found.temp_bytes > limit_bytes:
-            return found
-        return max(found, numbers(of_loss, shapes[:count]), key=lambda n: n.temp_bytes)
+            return before or numbers(run, shapes[:count], shapes[count:])
+        if before is None:
+            return numbers(gradients, shapes[:count])
+        say("the loss with its gradient: compiling")
+        return max(before, numbers(of_loss, shapes[:count]), key=lambda n: n.temp_bytes)
     except (TypeError, ValueError, NotImplementedError, NameError) as error:
         raise CompileError(
             f"the function cannot be compiled alone, outside of the transformation it is called in: {error}. "

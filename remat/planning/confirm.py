@@ -162,11 +162,12 @@ class Made(Protocol):
 M = TypeVar("M", bound=Made)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Trial(Generic[M]):
     """What the compiler made of a plan; `found` is None if it could not compile it, so that it fits nothing.
 
-    `refused_bytes` is what that would have taken, if the compiler refused it for its size; else 0.
+    `refused_bytes` is what that would have taken, if the compiler refused it for its size; else 0. `is_whole` says
+    whether all that will be run was compiled: what is looked at on the way is the gradient alone.
     """
 
     setting: Setting
@@ -174,6 +175,7 @@ class _Trial(Generic[M]):
     found: Confirmed | None
     refused_bytes: int
     limit_bytes: int
+    is_whole: bool = False
 
     @property
     def predicted_bytes(self) -> int:
@@ -211,7 +213,7 @@ class _Bench(Generic[M]):
     """Makes and compiles the plans of one function."""
 
     def __init__(
-        self, make: Callable[[Planner], M], compiled: Callable[[M, int | None], Confirmed]
+        self, make: Callable[[Planner], M], compiled: Callable[[M, Confirmed | None], Confirmed]
     ) -> None:
         self.make, self.compiled = make, compiled
         self.limit_bytes: int | None = None
@@ -232,15 +234,23 @@ class _Bench(Generic[M]):
         key = made.plan.digest()
         if key not in self.trials:
             say(f"{setting.label}: compiling, number {len(self.trials) + 1}")
-            self.trials[key] = _Trial(
-                setting, made, *self._found(setting, made), self.limit_bytes or 0
-            )
+            found, refused_bytes = self._found(setting, made, None)
+            self.trials[key] = _Trial(setting, made, found, refused_bytes, self.limit_bytes or 0)
         return self.trials[key]
 
-    def _found(self, setting: Setting, made: M) -> tuple[Confirmed | None, int]:
+    def whole(self, trial: _Trial[M]) -> _Trial[M]:
+        """Compiles what is left of a trial's program, and returns the trial, which may not fit any more."""
+        if not trial.is_whole and trial.found is not None:
+            trial.found, trial.refused_bytes = self._found(trial.setting, trial.made, trial.found)
+            trial.is_whole = True
+        return trial
+
+    def _found(
+        self, setting: Setting, made: M, before: Confirmed | None
+    ) -> tuple[Confirmed | None, int]:
         """What the compiler says, and the bytes of what it refused for its size."""
         try:
-            found = self.compiled(made, self.limit_bytes)
+            found = self.compiled(made, before)
         except DeviceMemoryError as error:
             self.failure = error
             say(f"{setting.label}: {human_bytes(error.temp_bytes)}, which the device does not have")
@@ -252,6 +262,8 @@ class _Bench(Generic[M]):
             self.failure = error
             say(f"{setting.label}: cannot be compiled ({_first_line(error)})")
             return None, 0
+        if before is not None and found.temp_bytes == before.temp_bytes:
+            return found, 0
         size = f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}"
         if self.limit_bytes is not None and found.temp_bytes <= self.limit_bytes:
             say_best(size)
@@ -262,14 +274,15 @@ class _Bench(Generic[M]):
     def hold_to(self, limit_bytes: int) -> None:
         """Sets the limit, which is not known before the first trial."""
         self.limit_bytes = limit_bytes
-        self.trials = {key: replace(t, limit_bytes=limit_bytes) for key, t in self.trials.items()}
+        for trial in self.trials.values():
+            trial.limit_bytes = limit_bytes
 
 
 def confirmed(
     planner: PolicyPlanner,
     max_compiles: int,
     make: Callable[[Planner], M],
-    compiled: Callable[[M, int | None], Confirmed],
+    compiled: Callable[[M, Confirmed | None], Confirmed],
     *,
     takes_plain: bool = True,
 ) -> tuple[M, Plan]:
@@ -279,7 +292,9 @@ def confirmed(
         planner: with a budget; a fraction is of what the compiled program takes without rematerialization.
         max_compiles: at most so many programs are compiled.
         make: plans with a planner.
-        compiled: what the compiler says of what was made; given the limit in bytes, None if it is not known yet.
+        compiled: what the compiler says of what was made, with None of the gradient alone; given that, of whatever
+            will be run and takes more. The latter is asked of what is to be returned, and of the program without
+            rematerialization.
         takes_plain: whether the program without rematerialization may be taken as it is.
 
     Raises:
@@ -290,18 +305,31 @@ def confirmed(
     assert planner.budget is not None
     bench = _Bench(make, compiled)
     policy = planner.policy
-    plain = bench.trial(UNCHANGED)
+    plain = bench.whole(bench.trial(UNCHANGED))
     if bench.failure is not None and plain.is_failure and isinstance(planner.budget, float):
         raise bench.failure
     limit = limit_bytes(planner.budget, plain.temp_bytes)
     bench.hold_to(limit)
-    plain = bench.trial(UNCHANGED)
     own = Setting("no budget", replace(planner, budget=None, confirm=None))
 
     def left() -> int:
         return 0 if interrupted() else max_compiles - len(bench.trials)
 
     knob = BudgetKnob(bench, policy) if isinstance(policy, BudgetPolicy) else None
+
+    def searched(trials: list[_Trial[M]], spared: int = 0) -> list[_Trial[M]]:
+        if knob is None:
+            return trials
+        return search.search(
+            knob,
+            plain,
+            limit,
+            left=lambda: left() - spared * any(trial.fits for trial in bench.trials.values()),
+            known=trials[1:],
+            tolerance=_TOLERANCE,
+            first_is_alike=False,
+        )
+
     trials = [plain]
     if plain.fits or knob is None:
         trials.append(bench.trial(own))
@@ -312,26 +340,21 @@ def confirmed(
         trials += anchors
         trials = search.further(knob, plain, trials, left=left)
         if search.more_may_be_less_time(trials):
-            trials = search.search(
-                knob,
-                plain,
-                limit,
-                left=lambda: left() - any(trial.fits for trial in bench.trials.values()),
-                known=trials[1:],
-                tolerance=_TOLERANCE,
-                first_is_alike=False,
-            )
-            trials = search.further(knob, plain, trials, left=left)
+            trials = search.further(knob, plain, searched(trials, spared=1), left=left)
         trials = search.below(knob, plain, trials, left=left, others=anchors)
-    fitting = [trial for trial in trials if trial.fits and (takes_plain or trial is not plain)]
-    if not fitting:
-        raise_interrupt()
-        if all(trial.is_failure for trial in trials) and bench.failure is not None:
-            raise bench.failure
-        raise _too_large(trials, policy, limit, _advice(policy, knob, left()))
-    best = search.fastest(fitting)
-    if best.setting is not own and not isinstance(policy, BudgetPolicy) and trials[-1].fits:
-        best = trials[-1]  # it was asked for
+    while True:
+        fitting = [t for t in trials if t.fits and (takes_plain or t is not plain)]
+        if not fitting:
+            raise_interrupt()
+            if all(trial.is_failure for trial in trials) and bench.failure is not None:
+                raise bench.failure
+            raise _too_large(trials, policy, limit, _advice(policy, knob, left()))
+        best = search.fastest(fitting)
+        if best.setting is not own and knob is None and trials[-1].fits:
+            best = trials[-1]  # it was asked for
+        if bench.whole(best).fits:
+            break
+        trials = searched(trials)
     assert best.found is not None
     plan = _finished(best, best.found, trials, planner, limit)
     if bench.failure is not None:
