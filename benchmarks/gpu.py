@@ -63,6 +63,7 @@ SMALL_WEIGHTS: dict[str, float] = {
 """The groups of a dry run."""
 
 _RESERVE_SECONDS = 10.0
+# Shares of the time, by look: what is not ready when its part is over is listed as skipped.
 _COMPILE_SHARE = 0.55
 _PEAK_SHARE = 0.15
 _GRACE_SECONDS = 10.0
