@@ -9,7 +9,9 @@ the chips by name.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 from remat.core.errors import CompileError, nearest, shown
 
@@ -218,3 +220,11 @@ def device_of_kind(kind: str) -> Device | None:
     if {"pcie", "nvl", "40gb", "mig"} & set(words):
         return None
     return next((d for d in DEVICES.values() if d.name in words), None)
+
+
+def xla_release() -> tuple[int, ...]:
+    """Returns the release of jaxlib, which has the compiler; the newest that is known where there is none."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
+    except PackageNotFoundError:
+        return 0, 12, 0

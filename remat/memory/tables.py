@@ -5,9 +5,7 @@ Nothing here follows from the graph. What XLA fuses does, as `Op.fusible` and `O
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import PackageNotFoundError, version
-
+from remat.core.devices import xla_release
 from remat.core.primitives import Trait, primitives_with
 
 __all__ = [
@@ -58,27 +56,18 @@ SEVERAL_RESULTS = primitives_with(Trait.SEVERAL_RESULTS)
 
 # --- releases of XLA ---
 
-
-def _release() -> tuple[int, ...]:
-    """Of jaxlib, which has the compiler; the newest that is known where there is none."""
-    try:
-        return tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
-    except PackageNotFoundError:
-        return 0, 12, 0
-
-
 # Compiled were jax 0.10.2, 0.11.0, 0.11.2 and 0.12.
 # XLA reads an array out of a tuple without an operator of its own. So what stands behind a barrier is to the kernel
 # that reads it what was made before the barrier, and the kernel may write over it.
-TUPLES_ARE_READ_DIRECTLY = _release() >= (0, 12)
+TUPLES_ARE_READ_DIRECTLY = xla_release() >= (0, 12)
 # Of the matmuls that share an operand XLA takes the smallest first, merges it with larger ones, up to so many times
 # its size, while they are together no larger than `MERGED_BYTES`, and so on with the rest. Sizes leave out what is
 # shared. As compiled: 2048 columns with 103, not with 102; 33 times 512 of 512 rows, and then the rest.
-ONLY_ALIKE_MATMULS_ARE_MERGED = _release() >= (0, 11, 2)
+ONLY_ALIKE_MATMULS_ARE_MERGED = xla_release() >= (0, 11, 2)
 MERGED_RATIO = 20
 # The kernel of a matmul adds another array to its product not only if that is an argument, but whenever another
 # kernel makes it: a matmul, loop, scatter or gather, or what is behind a barrier.
-MATMULS_ADD_ARRAYS = _release() >= (0, 12)
+MATMULS_ADD_ARRAYS = xla_release() >= (0, 12)
 
 # --- numbers ---
 

@@ -18,6 +18,7 @@ from remat.plans.stages import (
     HOIST_LIMIT_BYTES,
     HOIST_RATIO,
     MASK_LIMIT_BYTES,
+    MATMULS_SHIFT_OPERANDS,
     REDO_LIMIT,
     Either,
     StagePoint,
@@ -25,6 +26,7 @@ from remat.plans.stages import (
     accumulations,
     closure,
     maker,
+    shifted_operands,
 )
 from remat.plans.steps import Schedule, Step
 
@@ -66,6 +68,8 @@ def build_schedule(
     kept = set(saved) & {*needed.raw, *needed.encoded, *graph.gradients}
     pins = {} if barriers else _pins(graph)
     steps = [*_forward_steps(graph, kept, set(needed.encoded), pins), Step("turn"), *backward]
+    if barriers and MATMULS_SHIFT_OPERANDS:
+        steps = _with_operands_made(graph, steps)
     return Schedule(tuple(_with_frees(graph, steps, kept)))
 
 
@@ -336,6 +340,18 @@ def _with_sums_tied(graph: Graph, backward: list[Step]) -> list[Step]:
         if step.action == "compute" and step.target in sums:
             steps.append(Step("barrier", values=sums[step.target]))
     return steps
+
+
+def _with_operands_made(graph: Graph, steps: list[Step]) -> list[Step]:
+    """Returns the steps with barriers behind operands that XLA would make anew in every matmul that reads them."""
+    operands = shifted_operands(graph)
+    found: list[Step] = []
+    for step in steps:
+        found.append(step)
+        if step.action == "compute":
+            made = (v for v in graph.ops[step.target].outputs if v in operands)
+            found += (Step("barrier", values=(v,)) for v in made)
+    return found
 
 
 def _with_frees(graph: Graph, steps: list[Step], saved: set[int]) -> list[Step]:
