@@ -128,7 +128,9 @@ def test_sums_with_a_bias_are_tied_wherever_they_are_made(
         for value in graph.ops[step.target].outputs
         if value in operands
     ]
-    assert ties(schedule) == made and operands <= {*made}
+    # What ties nothing else is the program as it is.
+    is_plain = all(step.action != "barrier" for step in schedule.backward)
+    assert ties(schedule) == ([] if is_plain else made) and operands <= {*made}
     simulate(graph, schedule)
 
 
@@ -138,6 +140,10 @@ def test_what_else_matmuls_read_is_not_tied() -> None:
 
     def softmax(q: Array, k: Array, v: Array) -> Array:
         return jnp.sum(jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v)
+
+    def one_batch(x: Array, w: Array, b: Array) -> Array:
+        y = x @ w + b
+        return jnp.sum(jnp.einsum("btd,bsd->bts", y, jnp.sin(y)))
 
     def normalised(x: Array, w: Array, b: Array) -> Array:
         y = (x - jnp.mean(x, -1, keepdims=True)) + b
@@ -151,6 +157,7 @@ def test_what_else_matmuls_read_is_not_tied() -> None:
     for loss, args in (
         (perceptron, (matrix, weights, rows)),
         (softmax, (matrix, matrix, matrix)),
+        (one_batch, (matrix, weights, rows)),
         (normalised, (matrix, weights, rows)),
     ):
         graph = remat.plan(loss, *args, remat_policy="full").graph

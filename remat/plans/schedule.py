@@ -68,7 +68,8 @@ def build_schedule(
     kept = set(saved) & {*needed.raw, *needed.encoded, *graph.gradients}
     pins = {} if barriers else _pins(graph)
     steps = [*_forward_steps(graph, kept, set(needed.encoded), pins), Step("turn"), *backward]
-    if barriers and MATMULS_SHIFT_OPERANDS:
+    # What ties nothing else is the program as it is.
+    if MATMULS_SHIFT_OPERANDS and barriers and any(step.action == "barrier" for step in backward):
         steps = _with_operands_made(graph, steps)
     return Schedule(tuple(_with_frees(graph, steps, kept)))
 

@@ -324,19 +324,18 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
 
 
 def shifted_operands(graph: Graph) -> frozenset[int]:
-    """Returns what batched matmuls read of another one's result and a smaller argument: queries with their bias.
+    """Returns what matmuls of several batch dimensions read of another one's result and a smaller argument.
 
-    Left alone, XLA may add in the kernel of the matmul that reads the sum, since jax 0.12. If that one has several
-    batch dimensions it cannot spread the smaller array there: it writes it in full, before the program's first
-    layer, for the forward and the backward pass to read, and keeps the result without it. Tied by itself, the sum
-    is an array that is made where the result is written. What only slices are read of is left alone: XLA writes
-    these anyway, and adds as it does.
+    These are queries, keys and values with a bias. Left alone, XLA may add in the kernel of the matmul that reads
+    the sum, since jax 0.12. There it makes one batch dimension of several, along which the smaller array is not
+    spread alike, and so writes that in full, before the program's first layer, for both passes to read, and keeps the result without it. Tied by itself, the sum is an array that is made where the result is
+    written. What only slices are read of is left alone: XLA writes these anyway, and adds as it does.
     """
     key = "shifted operands"
     if key not in graph.memo:
         size = {value.id: math.prod(value.shape) for value in graph.values}
         found: set[int] = set()
-        for op in (op for op in graph.ops if op.batched):
+        for op in (op for op in graph.ops if op.batched and len(op.contracts[2]) > 1):
             for value in op.inputs:
                 made = maker(graph, value)
                 if made is not None and _is_shifted(graph, made, size):
