@@ -326,9 +326,10 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
 def shifted_operands(graph: Graph) -> frozenset[int]:
     """Returns what matmuls of several batch dimensions read of another one's result and a smaller argument.
 
-    These are queries, keys and values with a bias. Left alone, XLA may add in the kernel of the matmul that reads
-    the sum, since jax 0.12. There it makes one batch dimension of several, along which the smaller array is not
-    spread alike, and so writes that in full, before the program's first layer, for both passes to read, and keeps the result without it. Tied by itself, the sum is an array that is made where the result is
+    These are queries, keys and values with a bias. Left alone, XLA may add in the kernel of the matmul that
+    reads the sum, since jax 0.12. There it makes one batch dimension of several, along which the smaller array
+    is not spread alike, and so writes that in full, before the program's first layer, for both passes to read,
+    and keeps the result without it. Tied by itself, the sum is an array that is made where the result is
     written. What only slices are read of is left alone: XLA writes these anyway, and adds as it does.
     """
     key = "shifted operands"
