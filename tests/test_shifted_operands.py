@@ -18,6 +18,7 @@ from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import simulate
 from remat.plans.stages import MATMULS_SHIFT_OPERANDS, shifted_operands
 from remat.plans.steps import Schedule
+from remat.policies import Unchanged
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -112,8 +113,9 @@ def ties(schedule: Schedule) -> list[int]:
 def test_sums_with_a_bias_are_tied_wherever_they_are_made(
     data: st.DataObject, make: Heads, layers: int, heads: int
 ) -> None:
-    graph = remat.plan(network(make, heads), *shapes(layers, 2, 8, 64), remat_policy="full").graph
-    operands = shifted_operands(graph)
+    loss, args = network(make, heads), shapes(layers, 2, 8, 64)
+    graph = remat.plan(loss, *args, remat_policy="full").graph
+    operands = {value for values in shifted_operands(graph).values() for value in values}
     assert len(operands) == SHIFTED[make] * layers
     for value in operands:
         entry = graph.values[value]
@@ -132,6 +134,12 @@ def test_sums_with_a_bias_are_tied_wherever_they_are_made(
     is_plain = all(step.action != "barrier" for step in schedule.backward)
     assert ties(schedule) == ([] if is_plain else made) and operands <= {*made}
     simulate(graph, schedule)
+
+
+@pytest.mark.parametrize("make", list(SHIFTED))
+def test_without_rematerialization_the_program_is_as_it_is(make: Heads) -> None:
+    plan = remat.plan(network(make, 4), *shapes(2, 2, 8, 64), remat_policy=Unchanged())
+    assert all(step.action != "barrier" for step in plan.schedule.steps)
 
 
 def test_what_else_matmuls_read_is_not_tied() -> None:
@@ -190,7 +198,16 @@ def test_gradients_are_those_of_jax(make: Heads, policy: str) -> None:
         lambda a: jax.random.normal(next(keys), a.shape, a.dtype) / a.shape[-1] ** 0.5, (stack, x)
     )
     plain = network(make, 4)
-    planned = remat.checkpoint(plain, remat_policy=policy)
+
+    def vector(stack: list[Params], x: Array) -> Array:
+        """No loss: where the gradient of one takes nothing less, its plan is none."""
+        return plain(stack, x)[None]
+
+    assert ties(remat.plan(vector, stack, x, remat_policy=policy).schedule)
+    wrapped = remat.checkpoint(vector, remat_policy=policy)
+
+    def planned(stack: list[Params], x: Array) -> Array:
+        return wrapped(stack, x)[0]
 
     def gradients(loss: Any) -> Any:
         mapped = jax.vmap(loss, (None, 0))

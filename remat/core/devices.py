@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from remat.core.errors import CompileError, nearest, shown
@@ -222,6 +223,7 @@ def device_of_kind(kind: str) -> Device | None:
     return next((d for d in DEVICES.values() if d.name in words), None)
 
 
+@cache
 def xla_release() -> tuple[int, ...]:
     """Returns the release of jaxlib, which has the compiler; the newest that is known where there is none."""
     try:

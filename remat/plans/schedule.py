@@ -7,7 +7,7 @@ the forward pass (docs/design.md, "Barriers"). Inside a stage nothing is tied, s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Op
@@ -62,7 +62,7 @@ def build_schedule(
     """
     backward = _Backward(graph, set(saved), barriers, order, tie_sums).run()
     if tie_sums:
-        backward = _with_sums_tied(graph, backward)
+        backward = _with_ties(backward, _sum_ties(graph, backward))
     needed = read_before_made(graph, backward)
     # What is never read back need not be kept; a gradient that is a forward value stays, also if it is made again.
     kept = set(saved) & {*needed.raw, *needed.encoded, *graph.gradients}
@@ -70,7 +70,7 @@ def build_schedule(
     steps = [*_forward_steps(graph, kept, set(needed.encoded), pins), Step("turn"), *backward]
     # What ties nothing else is the program as it is.
     if MATMULS_SHIFT_OPERANDS and barriers and any(step.action == "barrier" for step in backward):
-        steps = _with_operands_made(graph, steps)
+        steps = _with_ties(steps, shifted_operands(graph))
     return Schedule(tuple(_with_frees(graph, steps, kept)))
 
 
@@ -331,27 +331,19 @@ class _Backward:
         return read >= values[gradient].nbytes
 
 
-def _with_sums_tied(graph: Graph, backward: list[Step]) -> list[Step]:
-    """Returns the backward pass with barriers that add up gradients of what is used often as they come."""
+def _sum_ties(graph: Graph, backward: Sequence[Step]) -> dict[int, tuple[int, ...]]:
+    """What is tied, by operator, so that gradients of what is used often are added up as they come."""
     ran = (graph.ops[step.target] for step in backward if step.action == "compute")
-    sums = accumulations(graph, [op for op in ran if op.phase == "backward"])
-    steps: list[Step] = []
-    for step in backward:
-        steps.append(step)
-        if step.action == "compute" and step.target in sums:
-            steps.append(Step("barrier", values=sums[step.target]))
-    return steps
+    return accumulations(graph, [op for op in ran if op.phase == "backward"])
 
 
-def _with_operands_made(graph: Graph, steps: list[Step]) -> list[Step]:
-    """Returns the steps with barriers behind operands that XLA would make anew in every matmul that reads them."""
-    operands = shifted_operands(graph)
+def _with_ties(steps: Sequence[Step], ties: Mapping[int, tuple[int, ...]]) -> list[Step]:
+    """Returns the steps with a barrier behind every run of an operator that `ties` names, over what it says."""
     found: list[Step] = []
     for step in steps:
         found.append(step)
-        if step.action == "compute":
-            made = (v for v in graph.ops[step.target].outputs if v in operands)
-            found += (Step("barrier", values=(v,)) for v in made)
+        if step.action == "compute" and step.target in ties:
+            found.append(Step("barrier", values=ties[step.target]))
     return found
 
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # The kernel of a matmul adds arrays to what it reads, too (`shifted_operands`). Compiled were jax 0.10.2 and 0.12.
-# With 0.10.2 ties move up to 1.6 % more in three of eight networks, and up to 0.8 % less in three.
+# With 0.10.2 ties moved up to 1.6 % more in two of eight networks, and up to 0.8 % less in three.
 MATMULS_SHIFT_OPERANDS = xla_release() >= (0, 12)
 
 # --- the numbers that decide a schedule -------------------------------------------------------------------
@@ -323,25 +323,28 @@ def accumulations(graph: Graph, backward: Sequence[Op]) -> dict[int, tuple[int, 
     return found
 
 
-def shifted_operands(graph: Graph) -> frozenset[int]:
-    """Returns what matmuls of several batch dimensions read of another one's result and a smaller argument.
+def shifted_operands(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """Returns what matmuls of several batch dimensions read of another's result and a smaller argument.
 
-    These are queries, keys and values with a bias. Left alone, XLA may add in the kernel of the matmul that
-    reads the sum, since jax 0.12. There it makes one batch dimension of several, along which the smaller array
-    is not spread alike, and so writes that in full, before the program's first layer, for both passes to read,
-    and keeps the result without it. Tied by itself, the sum is an array that is made where the result is
-    written. What only slices are read of is left alone: XLA writes these anyway, and adds as it does.
+    By the operator that makes it; these are queries, keys and values with a bias. Left alone, XLA may add in
+    the kernel of the matmul that reads the sum, since jax 0.12. There it makes one batch dimension of several,
+    along which the smaller array is not spread alike, and so writes that in full, before the program's first
+    layer, for both passes to read, and keeps the result without it. Tied by itself, the sum is an array that is
+    made where the result is written. What only slices are read of is left alone: XLA writes these anyway, and
+    adds as it does.
     """
     key = "shifted operands"
     if key not in graph.memo:
         size = {value.id: math.prod(value.shape) for value in graph.values}
-        found: set[int] = set()
+        found: dict[int, tuple[int, ...]] = {}
         for op in (op for op in graph.ops if op.batched and len(op.contracts[2]) > 1):
             for value in op.inputs:
                 made = maker(graph, value)
-                if made is not None and _is_shifted(graph, made, size):
-                    found.update(v for v in made.outputs if size[v] <= size[value])
-        graph.memo[key] = frozenset(found)
+                if made is None or not _is_shifted(graph, made, size):
+                    continue
+                if size[made.outputs[0]] <= size[value]:
+                    found[made.id] = made.outputs
+        graph.memo[key] = found
     return graph.memo[key]
 
 
