@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_graphs import laws
+from random_graphs import graphs, laws
 
 import remat
+from remat.core.graph import Graph
 from remat.plans.schedule import build_schedule, no_remat_saved
 from remat.plans.simulate import simulate
 from remat.plans.stages import MATMULS_SHIFT_OPERANDS, shifted_operands
@@ -134,6 +135,14 @@ def test_sums_with_a_bias_are_tied_wherever_they_are_made(
     is_plain = all(step.action != "barrier" for step in schedule.backward)
     assert ties(schedule) == ([] if is_plain else made) and operands <= {*made}
     simulate(graph, schedule)
+
+
+@given(graph=graphs())
+@laws()
+def test_schedules_of_any_graph_replay(graph: Graph) -> None:
+    """Also of one whose matmuls do not say what they sum over."""
+    assert not shifted_operands(graph)
+    simulate(graph, build_schedule(graph, ()))
 
 
 @pytest.mark.parametrize("make", list(SHIFTED))

@@ -337,7 +337,7 @@ def shifted_operands(graph: Graph) -> dict[int, tuple[int, ...]]:
     if key not in graph.memo:
         size = {value.id: math.prod(value.shape) for value in graph.values}
         found: dict[int, tuple[int, ...]] = {}
-        for op in (op for op in graph.ops if op.batched and len(op.contracts[2]) > 1):
+        for op in (op for op in graph.ops if op.contracts and len(op.contracts[2]) > 1):
             for value in op.inputs:
                 made = maker(graph, value)
                 if made is None or not _is_shifted(graph, made, size):
