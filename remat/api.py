@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from remat import nnx
 from remat.checkpointing import UNSET, checkpoint, chosen_policy
 from remat.core.interrupt import Progress
 from remat.planning.planners import Confirm
@@ -71,6 +70,8 @@ def plan(
         progress=progress,
     )
     if has_nnx_modules((args, kwargs)):
+        from remat import nnx  # Flax need not be there
+
         return nnx.plan_call(fun, args, kwargs, argnums, options)
     nums, _ = both_spellings(fun, static_numbers(static_argnums), static_names(static_argnames))
     chosen = functools.partial(differentiated, len(args), argnums, nums)

@@ -59,7 +59,7 @@ def checkpoint(
         confirm: how the compiler is asked whether the budget is met, which takes compiles, remembered on disk: True
             or False; a number of compiles; the device to compile for (`"h200"`, which need not be there, `"cpu"`,
             `"attached"`); or a `remat.Confirm`. None does what the environment variable `REMAT_CONFIRM` says, and
-            otherwise `"auto"`: the attached GPU, or else the policy's if XLA's compiler for it is installed.
+            otherwise `"auto"`: the attached GPU or TPU, or else the policy's if XLA's compiler for it is installed.
             Without it the budget is met as predicted.
         prevent_cse: False leaves out the barriers that keep XLA from undoing recomputation. They are left out
             by themselves where `fun` is called inside a loop body.
@@ -73,7 +73,8 @@ def checkpoint(
         PolicyError: unknown policy, or both `policy` and `remat_policy` given.
         BudgetError: the budget cannot be read or met.
         CompileError: `confirm` names a device that cannot be compiled for.
-        TraceError: no result or no argument of `fun` is differentiable (when differentiated).
+        TraceError: no result or no argument of `fun` is differentiable (when differentiated); or `fun` changes
+            modules of flax.nnx: `remat.nnx.remat` keeps what it changes.
         DifferentiationError: forward-mode differentiation of the staged lowering.
     """
     options = dict(

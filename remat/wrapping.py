@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from remat import compat
 from remat.compat.deferred import Rule, call_deferred
@@ -45,8 +44,17 @@ from remat.trace.calls import (
     number_notes,
     split_results,
 )
+from remat.trace.jitted import modules_unchanged
 from remat.trace.joint import check_differentiable, trace_primal
-from remat.trace.program import Program, evaluate, lift_tracers, tags_of, with_own_arrays
+from remat.trace.program import (
+    Held,
+    Program,
+    evaluate,
+    holds_the_same,
+    lift_tracers,
+    tags_of,
+    with_own_arrays,
+)
 
 __all__ = [
     "Chooser",
@@ -75,13 +83,12 @@ class _Traced:
     results: Results
     lifted: tuple[Any, ...]
     by_policy: bool
-    arrays: tuple[tuple[Any, Any], ...] = ()
-    """NumPy arrays that the function closes over, which may be filled anew, and what they held."""
+    held: Held = ()
 
     @property
     def is_current(self) -> bool:
-        """Whether the function closes over what it closed over when it was traced."""
-        return all(np.array_equal(_bytes(now), _bytes(then)) for now, then in self.arrays)
+        """Whether the function closes over what it closed over when it was traced, and differentiated."""
+        return holds_the_same(self.held) and self.function.is_current
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         inputs = (*self.lifted, *leaves)
@@ -126,10 +133,6 @@ class _Traced:
     def _annotated(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
         function = self.function
         return annotate_program(function.primal, plan, inputs, prevent_cse=function.room.barriers)
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 @contextmanager
@@ -183,6 +186,7 @@ class Wrapped:
             planner, cache = attempt.planner, _cache_of(self.fun, attempt.caches)
         key = (
             planner,
+            type(getattr(planner, "budget", None)),  # one byte is not all of the memory
             barriers,
             self.inline_checkpoints,
             self.by_policy,
@@ -207,7 +211,9 @@ class Wrapped:
 
         def flat(*leaves: Any) -> tuple[list[Any], Any]:
             args, kwargs = rebuild(leaves)
-            return split_results(fun(*args, **kwargs), is_traced)
+            with modules_unchanged((args, kwargs)):
+                results = fun(*args, **kwargs)
+            return split_results(results, is_traced)
 
         with _noting(call):
             program, results = trace_primal(
@@ -219,7 +225,7 @@ class Wrapped:
         if isinstance(planner, PolicyPlanner):
             planner = replace(planner, tags=tags_of(program))
         program, lifted = lift_tracers(program)
-        program, arrays = with_own_arrays(program)
+        program, held = with_own_arrays(program)
         function = StagedFunction(
             program,
             planner,
@@ -227,7 +233,7 @@ class Wrapped:
             inline_checkpoints=self.inline_checkpoints,
             name_values=self.by_policy,
         )
-        return _Traced(function, results, lifted, self.by_policy, arrays)
+        return _Traced(function, results, lifted, self.by_policy, held)
 
 
 # Words of errors that a number which is traced may be the cause of, whatever their type.
@@ -343,14 +349,16 @@ def both_spellings(
             f"static_argnames has {unknown[0]!r}, which is no argument of {called}{hint} Its arguments are "
             f"{', '.join(known) or 'none'}"
         )
+    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     far = sorted(i for i in nums if not -len(positional) <= i < len(positional))
-    if far and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if far and not any_number:
         raise TraceError(
             f"static_argnums has {far[0]}, and the function has {len(positional)} positional arguments: "
             f"{', '.join(positional)}"
         )
-    nums = frozenset(i + len(positional) if i < 0 else i for i in nums)
-    by_num = {positional[i] for i in nums if -len(positional) <= i < len(positional)}
+    if not any_number:  # else the end is that of the call
+        nums = frozenset(i + len(positional) if i < 0 else i for i in nums)
+    by_num = {positional[i] for i in nums if 0 <= i < len(positional)}
     by_name = {positional.index(n) for n in names if n in positional}
     return nums | by_name, names | by_num
 

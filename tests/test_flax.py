@@ -217,6 +217,25 @@ def test_nnx_modules_with_statistics_and_dropout(policy: str) -> None:
     assert_close(_nnx_steps(remat.nnx.remat(remat_policy=policy)), want)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_what_a_checkpointed_loss_would_lose_of_nnx_modules_is_an_error(
+    deterministic: bool,
+) -> None:
+    block, x = NnxBlock(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8))
+    if deterministic:
+        block.eval()
+
+    def loss(block: NnxBlock, x: Any) -> Any:
+        return jnp.sum(block(x, 2.0) ** 2)
+
+    step = nnx.value_and_grad(remat.checkpoint(loss))
+    if deterministic:
+        assert_close(step(block, x), nnx.value_and_grad(loss)(block, x))
+    else:
+        with pytest.raises(remat.TraceError, match=r"wrap it with remat\.nnx\.remat"):
+            step(block, x)
+
+
 def test_nnx_keyword_arguments_and_errors() -> None:
     block, x = NnxBlock(nnx.Rngs(0)), jnp.ones((2, 8))
     run = remat.nnx.remat(lambda block, x: block(x))

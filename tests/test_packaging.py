@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import remat
 
@@ -87,6 +89,77 @@ def test_the_wheel_works_outside_the_checkout(installed: Path) -> None:
     result = run_outside(code, installed)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(str(installed)) == 2
+
+
+def required() -> set[str]:
+    """The names of all distributions that `pip install .` installs here."""
+    found: set[str] = set()
+    waiting = list(PROJECT["project"]["dependencies"])
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        name = canonicalize_name(wanted.name)
+        if name in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        try:
+            waiting += importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:  # not for this machine
+            continue
+        found.add(name)
+    return found
+
+
+# Nothing of what is imported may come from a distribution that was not asked for.
+WITHOUT_OTHERS = """
+import importlib.abc, sys
+class Others(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {others!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Others())
+"""
+
+README_EXAMPLE = """
+import jax, jax.numpy as jnp, remat
+from remat.policies import POLICIES
+def loss(params, x):
+    for w1, w2 in params:
+        x = x + jax.nn.gelu(x @ w1) @ w2
+    return jnp.mean(x**2)
+params, x = [(jnp.full((64, 256), 0.01), jnp.full((256, 64), 0.01))] * 4, jnp.ones((512, 64))
+print(remat.plan(loss, params, x))
+jax.jit(jax.grad(remat.checkpoint(loss)))(params, x)
+jax.jit(jax.grad(remat.checkpoint(loss, budget=0.6, confirm=False)))(params, x)
+for name in POLICIES:
+    if name != "names":  # nothing is tagged
+        remat.plan(loss, params, x, remat_policy=name)
+remat.fit(lambda *args: jax.grad(remat.checkpoint(loss))(*args), params, x, memory="1GiB")
+print(remat.compile_report(jax.grad(loss), params, x))
+remat.dtr.value_and_grad(loss, budget="1GiB")(params, x)
+from remat.tools.cli import main
+main(["doctor"])
+for module in ("linen", "nnx", "equinox"):
+    try:
+        getattr(remat, module)
+    except ImportError as error:
+        assert "pip install" in str(error), error
+    else:
+        raise AssertionError(module)
+print("all done")
+"""
+
+
+def test_nothing_that_is_not_required_has_to_be_installed(installed: Path) -> None:
+    asked = required()
+    others = {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if not any(canonicalize_name(owner) in asked for owner in owners)
+    } - {"remat"}
+    assert {"flax", "equinox", "optax", "pytest"} <= others
+    assert not {"jax", "numpy", "rich"} & others
+    result = run_outside(WITHOUT_OTHERS.format(others=others) + README_EXAMPLE, installed)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("all done\n")
 
 
 def test_policies_cannot_be_imported_under_a_second_name() -> None:

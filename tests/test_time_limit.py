@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -319,3 +320,11 @@ def test_one_limit_for_all_rounds_of_a_function_with_loops(monkeypatch: pytest.M
     with pytest.raises(BudgetError):
         remat.plan(looped, *args, remat_policy=Ilp(method="starts"), budget=int(0.15 * least))
     assert len(limits) > 1 and None not in limits and len(set(map(id, limits))) == 1
+
+
+def test_time_that_others_take_does_not_count() -> None:
+    begin = deadline.now()
+    with deadline.limited(0.05):
+        time.sleep(0.1)
+        assert not deadline.out_of_time()
+    assert deadline.now() - begin < 0.05

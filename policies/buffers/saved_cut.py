@@ -224,7 +224,7 @@ class _Capacity:
         graph = self.graph
         if not graph.values[value].savable or value in graph.alive_anyway:
             return 0
-        times = graph.multiplicity if value in graph.fixed else 1
+        times = max(graph.multiplicity, 1) if value in graph.fixed else 1
         return stored_bytes(graph.values[value]) // times
 
     def recompute(self, op: Op) -> int:

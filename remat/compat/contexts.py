@@ -18,8 +18,8 @@ from jax._src.interpreters import partial_eval as _pe
 __all__ = [
     "CPU_UNDOES_REMATERIALIZATION",
     "cuda_data_dir",
+    "differentiated_now",
     "in_loop_body",
-    "is_differentiated_later",
     "is_eager_in_shard_map",
     "is_forward_only",
     "is_gradient",
@@ -63,15 +63,20 @@ def _current_traces() -> list[Any]:
     return found
 
 
-def is_differentiated_later(inputs: Sequence[Any]) -> bool:
-    """Whether an operation on these is put into a jaxpr or batched before it is differentiated, if it ever is."""
+def differentiated_now(inputs: Sequence[Any]) -> tuple[bool, ...] | None:
+    """For every input whether an operation on them is differentiated with respect to it at once.
+
+    None if the operation is put into a jaxpr or batched before it is differentiated, if it ever is.
+    """
     for trace in _current_traces():
         if isinstance(trace, _pe.DynamicJaxprTrace):
-            return True
-        kinds = _ad.JVPTrace | _ad.LinearizeTrace | _batching.BatchTrace
-        if isinstance(trace, kinds) and any(getattr(x, "_trace", None) is trace for x in inputs):
-            return isinstance(trace, _batching.BatchTrace)
-    return False
+            return None
+        flags = tuple(getattr(x, "_trace", None) is trace for x in inputs)
+        if any(flags) and isinstance(trace, _batching.BatchTrace):
+            return None
+        if any(flags) and isinstance(trace, _ad.JVPTrace | _ad.LinearizeTrace):
+            return flags
+    return (False,) * len(inputs)
 
 
 def in_loop_body() -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -48,11 +48,14 @@ class Rule:
         batched: makes the rule of the batched program, a jaxpr; called with what tells it apart from other batched
             programs of the same call. None if what is planned is to be batched as it is.
         shares: whether that may be done to results that are the same for all examples.
+        reached: for every result whether it depends on the arguments that are differentiated. The others are as in
+            a program that is not: what has no derivative may be done to them. None if all do.
     """
 
     planned: Callable[[tuple[bool, ...]], _Function]
     batched: Callable[[Hashable, Any], Rule] | None = None
     shares: bool = True
+    reached: Callable[[tuple[bool, ...]], tuple[bool, ...]] | None = None
 
 
 def call_deferred(plain: _Function, rule: Rule, inputs: Sequence[Any]) -> list[Any]:
@@ -98,11 +101,12 @@ def _differentiate(
     perturbed = tuple(i in active for i in range(len(primals)))
     of_active = _of_some(rule.planned(perturbed), primals, active)
     outs, made = jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
+    reached = rule.reached(perturbed) if rule.reached else (True,) * len(outs)
     return outs, [
         t
-        if jnp.issubdtype(jnp.result_type(out), jnp.inexact)
+        if flag and jnp.issubdtype(jnp.result_type(out), jnp.inexact)
         else ad.Zero(jax.typeof(out).to_tangent_aval())
-        for out, t in zip(outs, made, strict=True)
+        for out, t, flag in zip(outs, made, reached, strict=True)
     ]
 
 
@@ -114,7 +118,8 @@ def _batch(
         key = axis, tuple(dims), tuple(map(jax.typeof, inputs))
         made = rule.batched(key, batched)
     else:
-        made = Rule(lambda perturbed: over_axis(rule.planned(perturbed)), shares=rule.shares)
+        planned = rule.planned
+        made = replace(rule, planned=lambda perturbed: over_axis(planned(perturbed)))
 
     def over_axis(function: _Function) -> _Function:
         if not rule.shares and any(

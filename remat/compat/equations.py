@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "has_ordered_effects",
     "has_rule",
     "holds_backward_pass",
+    "holds_references",
     "is_literal",
     "name_of",
     "open_jaxpr",
@@ -220,6 +222,12 @@ def uses_references(eqn: JaxprEqn) -> bool:
     """Whether an equation makes, reads or writes a mutable array (`jax.new_ref`)."""
     variables = [*eqn.invars, *eqn.outvars]
     return any(type(getattr(v, "aval", None)).__name__ == "AbstractRef" for v in variables)
+
+
+def holds_references(eqn: JaxprEqn) -> bool:
+    """Whether an equation, or anything that it calls, uses a mutable array."""
+    bodies = (open_jaxpr(body)[0].eqns for body in sub_jaxprs(eqn))
+    return uses_references(eqn) or any(map(holds_references, itertools.chain(*bodies)))
 
 
 def has_ordered_effects(eqn: JaxprEqn) -> bool:

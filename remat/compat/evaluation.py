@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,6 +98,7 @@ def _single_instance(x: Any) -> Any:
     return tied([x])[0]
 
 
+@partial(jax.jit, inline=True)  # where results are checked for NaNs, only what comes out is
 def _rounded(x: Any) -> Any:
     """Returns an array whose elements XLA rounds: it does not contract a product that made them with a sum.
 

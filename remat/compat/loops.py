@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core as _extend_core
 
+from remat.compat.equations import holds_references
+
 __all__ = ["ScanParts", "run_chunks", "run_scan", "scan_parts", "trace_chunk"]
 
 JaxprEqn = Any
@@ -37,8 +39,11 @@ class ScanParts:
 
 
 def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
-    """Returns the parts of a `scan` equation, None for every other equation."""
-    if eqn.primitive.name != "scan":
+    """Returns the parts of a `scan` equation that another body can run, None for every other equation.
+
+    What a body writes into a mutable array of its own is no result of any equation: it stays as it is.
+    """
+    if eqn.primitive.name != "scan" or holds_references(eqn):
         return None
     params: Mapping[str, Any] = eqn.params
     if "ft_in" in params:  # jax 0.11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from remat.trace.program import Program, evaluate
 
 __all__ = ["plan_and_confirm"]
 
+_MUCH = 0.01  # of a budget: what is not counted, and said
+
 
 def plan_and_confirm(
     room: Room,
@@ -38,11 +41,13 @@ def plan_and_confirm(
     perturbed: tuple[bool, ...],
     planner: Planner,
     body: MakesBody,
+    aside: Program,
 ) -> Staged:
     """Returns a room with its plan; one that the compiler confirms, if the planner says so.
 
     With a budget that is a plan whose compiled program is within it; without, the policy's, with what the compiler
-    says it takes. The arguments are those of `remat.lower.pipeline.plan_room`.
+    says it takes. `aside` is what runs beside what is planned, for the same inputs (`remat.lower.split`); the other
+    arguments are those of `remat.lower.pipeline.plan_room`.
 
     Raises:
         BudgetError: the budget is not met, as predicted or, where the compiler is asked, as compiled.
@@ -53,14 +58,16 @@ def plan_and_confirm(
         return Staged(*plan_room(room, inputs, perturbed, other, body))
 
     asked = planner if isinstance(planner, PolicyPlanner) else None
-    if asked is None or asked.confirm is None or room.is_body:
+    if asked is None or room.is_body:
         return make(planner)
+    if asked.confirm is None:
+        return _unconfirmed(make(planner), asked, "", aside)
     device, reason = _device(asked)
     if reason:
-        return _unconfirmed(make(planner), asked, reason)
+        return _unconfirmed(make(planner), asked, reason, aside)
 
     def compiled(made: Staged, before: Confirmed | None) -> Confirmed:
-        return _compiled(made, room, device, before)
+        return _compiled(made, room, aside, device, before)
 
     try:
         if asked.budget is None:
@@ -83,7 +90,7 @@ def plan_and_confirm(
             RematWarning,
             stacklevel=2,
         )
-        return _unconfirmed(make(planner), asked, "the compiler failed")
+        return _unconfirmed(make(planner), asked, "the compiler failed", aside)
     return Staged(staged.joint, plan)
 
 
@@ -109,15 +116,34 @@ def _as_predicted(planner: PolicyPlanner) -> str:
     return "the peak is predicted" if planner.budget is None else "the budget is met as predicted"
 
 
-def _unconfirmed(staged: Staged, planner: PolicyPlanner, reason: str) -> Staged:
-    note = f"{_as_predicted(planner)}; the compiler was not asked: {reason}"
-    return Staged(staged.joint, replace(staged.plan, notes=(*staged.plan.notes, note)))
+def _unconfirmed(staged: Staged, planner: PolicyPlanner, reason: str, aside: Program) -> Staged:
+    notes = [*staged.plan.notes]
+    if reason:
+        notes.append(f"{_as_predicted(planner)}; the compiler was not asked: {reason}")
+    made = [aside.avals[v] for equation in aside.equations for v in equation.outputs]
+    largest = max(map(_nbytes, made), default=0)
+    if planner.budget is not None and largest > _MUCH * (staged.plan.budget_bytes or 0):
+        notes.append(
+            "what results take that no derivative reaches is not predicted: the largest value made for them has "
+            f"{largest:,} bytes"
+        )
+    return Staged(staged.joint, replace(staged.plan, notes=tuple(notes))) if notes else staged
+
+
+def _nbytes(aval: Any) -> int:
+    """Bytes of an array; 0 of what has none, or a size that is not known."""
+    sizes = getattr(aval, "shape", ())
+    if not all(isinstance(size, int) for size in sizes):
+        return 0
+    return math.prod(sizes) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
 def _compiled(
-    staged: Staged, room: Room, device: str | None, before: Confirmed | None
+    staged: Staged, room: Room, aside: Program, device: str | None, before: Confirmed | None
 ) -> Confirmed:
     """Compiles the results and gradients of a planned room for inputs and cotangents of its shapes.
+
+    What is evaluated beside them is part of every program.
 
     A loss, which has one scalar to differentiate, is compiled as it is used: its cotangent is one, and as
     `jax.grad` has it, without the results. XLA orders that otherwise than with them, by several per cent of the
@@ -155,13 +181,16 @@ def _compiled(
         none = ((i, np.zeros(x.shape, jax.dtypes.float0)) for i, x in enumerate(results))
         return results, pull([given.get(i, zero) for i, zero in none])
 
-    run = by_policy if room.name_values else step
+    planned = by_policy if room.name_values else step
+
+    def run(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        return *planned(inputs, cotangents), evaluate(aside, inputs)
 
     def of_loss(inputs: Sequence[Any]) -> Any:
         return run(inputs, [jnp.ones((), shapes[-1].dtype)])
 
     def gradients(inputs: Sequence[Any]) -> Any:
-        return of_loss(inputs)[1]
+        return of_loss(inputs)[1:]
 
     def numbers(function: Callable[..., Any], *args: Any) -> Confirmed:
         return compiled_numbers(trace_step(function, args, {}, device=device))

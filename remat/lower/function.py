@@ -22,7 +22,7 @@ from remat.core.errors import DifferentiationError
 from remat.core.interrupt import interrupted, planning
 from remat.lower.confirm import plan_and_confirm
 from remat.lower.pipeline import Room
-from remat.lower.split import inputs_with_gradient, split_planned
+from remat.lower.split import inputs_with_gradient, results_reached, split_planned
 from remat.lower.staged import Staged, are_concrete
 from remat.planning.planners import PlanPlanner
 from remat.planning.protocol import Planner
@@ -30,8 +30,11 @@ from remat.plans.plan import Plan
 from remat.rewrite import substitution
 from remat.trace.joint import check_differentiable
 from remat.trace.program import (
+    Held,
     Program,
     evaluate,
+    held_arrays,
+    holds_the_same,
     program_of,
 )
 
@@ -75,22 +78,27 @@ class StagedFunction:
         self.planner = planner
         self.last_plan: Plan | None = None
         self._staged: dict[Any, Staged] = {}
+        self._held: dict[Any, Held] = {}  # by derivative rules: of what is in `_staged`
+        self._reach: dict[tuple[bool, ...], tuple[bool, ...]] = {}
         self._batched: dict[Hashable, StagedFunction] = {}
         self._origin: StagedFunction | None = None  # what this was made of by batching
         self._plain_jit = jax.jit(partial(evaluate, self.primal))
         self._call = self._make()
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        if not compat.is_differentiated_later(inputs):
-            return self._differentiated(*inputs)
-        return self.combined(inputs, self._deferred)
+        now = compat.differentiated_now(inputs)
+        # A `jax.custom_vjp` would hand a derivative on to results that have none.
+        if now is None or (any(now) and not all(self._reached(now))):
+            return self.combined(inputs, self._deferred)
+        return self._differentiated(*inputs)
 
     def combined(
         self, inputs: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> list[Any]:
         """Returns all results: those of `run`, which executes `primal`, and those that were split off."""
-        main = iter(run(inputs) if self.primal.outputs else ())
-        side = iter(evaluate(self.aside, inputs) if self.aside.outputs else ())
+        # What has no results may have side effects: a loop's body that only prints, say.
+        main = iter(run(inputs) if self.primal.equations or self.primal.outputs else ())
+        side = iter(evaluate(self.aside, inputs))
         aside = set(self.aside.outputs)
         return [next(side if atom in aside else main) for atom in self.whole.outputs]
 
@@ -109,8 +117,15 @@ class StagedFunction:
     def _rule(self) -> Rule:
         # What was planned for one example, or as part of a loop, is what it is.
         if isinstance(self.planner, PlanPlanner) or self.room.is_body:
-            return Rule(lambda perturbed: self._called, shares=False)
-        return Rule(lambda perturbed: self._called, self._rule_of_batched)
+            return Rule(lambda perturbed: self._called, shares=False, reached=self._reached)
+        return Rule(lambda perturbed: self._called, self._rule_of_batched, reached=self._reached)
+
+    def _reached(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """For every result of `primal` whether it depends on what is differentiated."""
+        key = tuple(p and flag for p, flag in zip(perturbed, self.with_gradient, strict=True))
+        if key not in self._reach:
+            self._reach[key] = results_reached(self.primal, key)
+        return self._reach[key]
 
     def _rule_of_batched(self, key: Hashable, jaxpr: Any) -> Rule:
         """The rule of a batched program: planned as a whole, as it runs."""
@@ -124,7 +139,11 @@ class StagedFunction:
             )
             made = self._batched[key] = StagedFunction(program, self.planner, **self.settings)
             made._origin = self
-        return Rule(lambda perturbed: made._differentiated, made._rule_of_batched)
+        return Rule(
+            lambda perturbed: made._differentiated,
+            made._rule_of_batched,
+            reached=partial(results_reached, made.whole),
+        )
 
     def _with_gradient(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs; what hands no gradient on must not be asked for one: `jax.custom_vjp` makes it of zeros."""
@@ -158,16 +177,26 @@ class StagedFunction:
         found = self._staged.get(key)
         if found is None:
             with planning() if self.planner.takes_long else nullcontext():
-                found = plan_and_confirm(self.room, inputs, perturbed, self.planner, StagedFunction)
+                found = plan_and_confirm(
+                    self.room, inputs, perturbed, self.planner, StagedFunction, self.aside
+                )
                 ended_early = interrupted()
             passing = any(map(compat.is_tracer, found.joint.program.constants.values()))
             if not passing and not ended_early:
                 self._staged[key] = found
+                known = {id(c) for c in self.primal.constants.values()}
+                self._held[key] = held_arrays(found.joint.program, known)
         function: StagedFunction | None = self
         while function is not None:
             function.last_plan = found.plan
             function = function._origin
         return found
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the NumPy arrays that derivative rules close over hold what they held when they were traced."""
+        made = (function.is_current for function in self._batched.values())
+        return all(map(holds_the_same, self._held.values())) and all(made)
 
     @property
     def _input_avals(self) -> list[Any]:

@@ -5,6 +5,7 @@ They are evaluated as written, beside the planned program, and every transform o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -14,7 +15,7 @@ from remat import compat
 from remat.compat.deferred import DEFERRED
 from remat.trace.program import Atom, Equation, Literal, Program, is_inexact, live_equations
 
-__all__ = ["inputs_with_gradient", "split_planned"]
+__all__ = ["inputs_with_gradient", "results_reached", "split_planned"]
 
 
 # Calls of a body that takes their operands and has no derivative rule, beside those that programs dissolve.
@@ -89,18 +90,28 @@ def _without_effects(equations: Sequence[Equation], aside: Sequence[Atom]) -> tu
     return live_equations([e for e in equations if not e.source.effects], aside)
 
 
-def _forward_only(program: Program) -> set[int]:
-    """Values whose derivative has no reverse mode, unless they come through an operator with an effect."""
-    reach = {
-        v: _Reach.REVERSE if is_inexact(program.avals[v]) else _Reach.NONE for v in program.inputs
+def results_reached(program: Program, perturbed: Sequence[bool]) -> tuple[bool, ...]:
+    """For every result whether derivatives of the inputs that are perturbed reach it."""
+    reach = _reach(program, perturbed)
+    return tuple(reach.get(a, _Reach.NONE) is not _Reach.NONE for a in program.outputs)
+
+
+def _reach(program: Program, perturbed: Iterable[bool]) -> dict[Atom, _Reach]:
+    reach: dict[Atom, _Reach] = {
+        v: _Reach.REVERSE if flag and is_inexact(program.avals[v]) else _Reach.NONE
+        for v, flag in zip(program.inputs, perturbed, strict=True)
     }
+    for equation in program.equations:
+        states = [reach.get(a, _Reach.NONE) for a in equation.inputs]
+        reach.update(zip(equation.outputs, _through(equation.source, states), strict=True))
+    return reach
+
+
+def _forward_only(program: Program) -> set[Atom]:
+    """Values whose derivative has no reverse mode, unless they come through an operator with an effect."""
+    reach = _reach(program, itertools.repeat(True, len(program.inputs)))
     effectful: set[int] = set()
     for equation in program.equations:
-        states = [
-            reach.get(a, _Reach.NONE) if isinstance(a, int) else _Reach.NONE
-            for a in equation.inputs
-        ]
-        reach.update(zip(equation.outputs, _through(equation.source, states), strict=True))
         if equation.source.effects or effectful.intersection(equation.reads):
             effectful.update(equation.outputs)
     return {v for v, state in reach.items() if state is _Reach.FORWARD_ONLY} - effectful

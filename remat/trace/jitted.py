@@ -9,16 +9,18 @@ backward pass for one.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from remat.core.errors import CompileError
+from remat.core.errors import CompileError, TraceError
 from remat.trace.calls import Call, Results, flatten_call, in_models, is_array, split_results
 
-__all__ = ["has_nnx_modules", "jitted"]
+__all__ = ["has_nnx_modules", "jitted", "modules_unchanged"]
 
 
 def jitted(
@@ -65,6 +67,29 @@ def has_nnx_modules(tree: Any) -> bool:
 
     found = (leaf for leaf in jax.tree.leaves(tree, is_leaf=stops) if stops(leaf))
     return not all(isinstance(leaf, state) for leaf in found)
+
+
+@contextmanager
+def modules_unchanged(tree: Any) -> Iterator[None]:
+    """Holds that what is done inside leaves the modules of NNX in a tree as they are.
+
+    A traced function has copies of them, which nobody sees again.
+
+    Raises:
+        TraceError: one was changed.
+    """
+    if not has_nnx_modules(tree):
+        yield
+        return
+    before, structure = jax.tree.flatten(tree)
+    yield
+    after, new_structure = jax.tree.flatten(tree)
+    if structure != new_structure or any(map(operator.is_not, before, after)):
+        raise TraceError(
+            "the function changes modules of flax.nnx that it was given (batch statistics, or the counters of "
+            "dropout's random streams), and remat.checkpoint, like jax.checkpoint, would lose the changes: wrap it "
+            "with remat.nnx.remat instead"
+        )
 
 
 def _has_fields(tree: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +20,13 @@ __all__ = [
     "LOOP_SCOPE",
     "Atom",
     "Equation",
+    "Held",
     "Literal",
     "LoopHandler",
     "Program",
     "evaluate",
+    "held_arrays",
+    "holds_the_same",
     "is_inexact",
     "lift_tracers",
     "live_equations",
@@ -342,15 +346,62 @@ def lift_tracers(program: Program) -> tuple[Program, tuple[Any, ...]]:
     return lifted, tuple(traced.values())
 
 
-def with_own_arrays(program: Program) -> tuple[Program, tuple[tuple[Any, Any], ...]]:
-    """Returns a program with copies of the NumPy arrays it closes over, and every array with its copy.
+Held = tuple[tuple[np.ndarray, np.ndarray], ...]
+"""NumPy arrays that a program closes over, each with a copy of what it held."""
+
+
+def with_own_arrays(program: Program) -> tuple[Program, Held]:
+    """Returns a program with copies of the NumPy arrays it closes over, and the arrays that it holds.
 
     Who made such an array may write into it. What is proven of the constants, and what was compiled with them, is
     of what they held.
     """
-    own = {v: (c, c.copy()) for v, c in program.constants.items() if isinstance(c, np.ndarray)}
-    copies = {v: copy for v, (_, copy) in own.items()}
-    return replace(program, constants={**program.constants, **copies}), tuple(own.values())
+    held = held_arrays(program)
+    copies = {id(array): copy for array, copy in held}
+    own = {v: copies.get(id(c), c) for v, c in program.constants.items()}
+    return replace(program, constants=own), held
+
+
+def held_arrays(program: Program, known: Collection[int] = ()) -> Held:
+    """Returns the arrays that others may write into: constants, and the 0-d arrays that jax takes for literals.
+
+    Args:
+        program: the program.
+        known: `id`s of constants to leave out.
+    """
+    atoms = itertools.chain(program.outputs, *(e.inputs for e in program.equations))
+    literals = (atom.value for atom in atoms if isinstance(atom, Literal))
+    inside = (_arrays_inside(equation.source) for equation in program.equations)
+    found: dict[Any, np.ndarray] = {}
+    for array in itertools.chain(program.constants.values(), literals, *inside):
+        if isinstance(array, np.ndarray) and id(array) not in known:
+            # jax has each literal as an object of its own, which shares the memory of what was written.
+            place = array.__array_interface__["data"] if array.ndim == 0 else id(array)
+            found.setdefault(place, array)
+    return tuple((array, np.array(array)) for array in found.values())
+
+
+def _arrays_inside(eqn: Any) -> Iterator[Any]:
+    for body in compat.sub_jaxprs(eqn):
+        jaxpr, consts = compat.open_jaxpr(body)
+        yield from consts
+        for inner in jaxpr.eqns:
+            yield from (atom.val for atom in inner.invars if compat.is_literal(atom))
+            yield from _arrays_inside(inner)
+
+
+def holds_the_same(held: Held) -> bool:
+    """Whether all arrays hold what they held."""
+    return all(
+        now.tobytes() == then.tobytes()
+        if now.ndim == 0
+        else np.array_equal(_bytes(now), _bytes(then))
+        for now, then in held
+    )
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def is_inexact(aval: Any) -> bool:
