@@ -26,6 +26,7 @@ from remat.policies.base import BudgetPolicy, Decision
 from remat.policies.buffers.condense import Condensed, condense
 from remat.policies.buffers.within import Pool, decision_of, infeasible
 from remat.policies.solvers.segments import (
+    SegmentPlan,
     drop_cheap,
     grid_search,
     recursive_segments,
@@ -92,15 +93,7 @@ class Sublinear(BudgetPolicy):
         return _heuristic(decision_of(condensed, pool.best, 0.0, ()))
 
     def _sequence(self, condensed: Condensed) -> Sequence[int]:
-        problem = condensed.problem
-        if self.method == "sqrt":
-            return sqrt_segments(problem, self.k).sequence
-        if self.method == "recursive":
-            return recursive_segments(problem, 1 if self.k is None else self.k).sequence
-        if self.method == "cheap":
-            heavy = [condensed.graph.ops[root].heavy for root in condensed.roots]
-            return drop_cheap(problem, [not flag for flag in heavy]).sequence
-        return grid_search(problem).sequence
+        return _sequence(condensed, self.method, self.k)
 
     def _family(self, condensed: Condensed) -> Iterator[tuple[str, Sequence[int]]]:
         problem = condensed.problem
@@ -110,12 +103,33 @@ class Sublinear(BudgetPolicy):
             return
         if self.method == "recursive":
             for k in _RECURSIONS:
-                yield f"recursive k={k}", recursive_segments(problem, k).sequence
+                yield f"recursive k={k}", _sequence(condensed, "recursive", k)
             return
         k = 2
         while k < problem.turn:
-            yield f"sqrt k={k}", sqrt_segments(problem, k).sequence
+            yield f"sqrt k={k}", _sequence(condensed, "sqrt", k)
             k = max(k + 1, round(k * _MORE_SEGMENTS))
+
+
+def _sequence(condensed: Condensed, method: Method, k: int | None) -> Sequence[int]:
+    """The sequence of one way to cut, which no budget changes: kept with the problem for the next one."""
+    problem = condensed.problem
+    key = ("sublinear", method, k)
+    if key not in problem.memo:
+        problem.memo[key] = _cut(condensed, method, k).sequence
+    return problem.memo[key]
+
+
+def _cut(condensed: Condensed, method: Method, k: int | None) -> SegmentPlan:
+    problem = condensed.problem
+    if method == "sqrt":
+        return sqrt_segments(problem, k)
+    if method == "recursive":
+        return recursive_segments(problem, 1 if k is None else k)
+    if method == "cheap":
+        heavy = [condensed.graph.ops[root].heavy for root in condensed.roots]
+        return drop_cheap(problem, [not flag for flag in heavy])
+    return grid_search(problem)
 
 
 def _heuristic(decision: Decision) -> Decision:

@@ -10,6 +10,7 @@ parameters trained with one load with another.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from remat.checkpointing import checkpoint as _checkpoint
 from remat.core.errors import TraceError
 from remat.planning.planners import Confirm
 from remat.resolve import resolve
-from remat.wrapping import check_options
+from remat.wrapping import both_spellings, check_options, static_numbers
 
 __all__ = ["checkpoint", "remat"]
 
@@ -41,12 +42,15 @@ def _lifted(
 ) -> Callable[..., Any]:
     """`flax.core.lift.checkpoint` with another transform inside."""
     _check_concrete(concrete)
-    nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    given = sorted(static_numbers(static_argnums))
     chosen = chosen_policy(policy, remat_policy, options.get("budget"))
 
     def inner(
         scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kw: Any
     ) -> Any:
+        nums = [n + len(args) if n < 0 else n for n in given]
+        _check_hashable(nums, args)
+
         # Two leading arguments were added, the variables and the random streams.
         @functools.partial(
             _checkpoint,
@@ -100,7 +104,8 @@ def remat(
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
-        TraceError: `concrete=True`.
+        TraceError: `concrete=True`, or `static_argnums` that are no positions of arguments; in a call: a static
+            argument has no hash.
     """
     _check_concrete(concrete)
     chosen = chosen_policy(policy, remat_policy, budget)
@@ -113,13 +118,14 @@ def remat(
         "lowering": lowering,
         "nested_checkpoints": nested_checkpoints,
     }
-    nums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    nums = _static_numbers(target, methods, static_argnums)
     return transforms.lift_transform(
         _lifted,
         target,
         variables=variables,
         rngs=rngs,
-        static_argnums=tuple(n - 1 for n in nums),  # the lifted function has no `self`
+        # The lifted function has no `self`, which is never traced.
+        static_argnums=tuple(n - 1 if n > 0 else n for n in sorted(nums) if n),
         prevent_cse=prevent_cse,
         methods=_of_methods(methods, ours),
         **ours,
@@ -129,6 +135,50 @@ def remat(
 def _check_concrete(concrete: bool) -> None:
     if concrete:
         raise TraceError("concrete=True is no longer supported by jax; use static_argnums instead")
+
+
+def _static_numbers(
+    target: Any, methods: Any, static_argnums: int | Sequence[int]
+) -> frozenset[int]:
+    """The numbers of static arguments, from 0 (`self`) on.
+
+    Raises:
+        TraceError: they are no integers, or there is no such position.
+    """
+    nums = static_numbers(static_argnums)
+    if isinstance(methods, Mapping):  # whose own settings do not count `self`
+        for name, own in methods.items():
+            if callable(method := getattr(target, name, None)):
+                bound = functools.partial(method, None)
+                both_spellings(bound, static_numbers(own.get("static_argnums", ())), frozenset())
+        return nums
+    names = (methods,) if isinstance(methods, str) else methods or ("__call__",)
+    found = [getattr(target, name, None) for name in names] if inspect.isclass(target) else [target]
+    functions = [function for function in found if callable(function)]
+    errors: list[TraceError] = []
+    counted: set[frozenset[int]] = set()
+    for function in functions:
+        try:
+            counted.add(both_spellings(function, nums, frozenset())[0])
+        except TraceError as error:
+            errors.append(error)
+    if errors and not counted:  # one method may have an argument that another has not
+        raise errors[0]
+    return counted.pop() if len(counted) == 1 else nums
+
+
+def _check_hashable(nums: Sequence[int], args: Sequence[Any]) -> None:
+    """As `remat.checkpoint` does it, by the numbers that arguments have for who wrote the module."""
+    for number in nums:
+        if number >= len(args):
+            continue
+        try:
+            hash(args[number])
+        except TypeError as error:
+            raise TraceError(
+                f"static argument {number + 1} (`self` is number 0) of type {type(args[number]).__name__} is not "
+                "hashable; static arguments must be hashable values such as bool, int, str or a frozen dataclass"
+            ) from error
 
 
 def _of_methods(methods: Any, ours: Mapping[str, Any]) -> Any:

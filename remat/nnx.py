@@ -55,7 +55,7 @@ def remat(
 
     Raises:
         PolicyError, BudgetError: as `remat.checkpoint`.
-        TraceError: a class, a bound method, or tree mode together with a policy of ours.
+        TraceError: a class, a module, a bound method, or tree mode together with a policy of ours.
     """
     if f is None:
         return functools.partial(
@@ -170,6 +170,12 @@ def _check(f: Any, graph: bool | None, graph_updates: bool | None) -> None:
         raise TraceError(
             f"remat.nnx.remat was given the bound method {f.__qualname__!r}; pass the function and the "
             f"module: remat.nnx.remat({type(f.__self__).__name__}.{f.__name__})(module, ...)"
+        )
+    if isinstance(f, nnx.Module):
+        name = type(f).__name__
+        raise TraceError(
+            f"remat.nnx.remat was given a module of class {name!r}; pass the function and the module: "
+            f"remat.nnx.remat({name}.__call__)(module, ...)"
         )
     if graph is False or graph_updates is False:
         raise TraceError(

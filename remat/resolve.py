@@ -44,10 +44,9 @@ _ELSEWHERE = {
         "memory_limit",
         "memory",
     ),
+    "to recompute everything is 'full', to save everything is 'save_all'": ("all", "everything"),
     "keeping nothing, so that everything is recomputed, is 'full'": (
-        "all",
         "checkpoint",
-        "everything",
         "full_remat",
         "recompute",
         "recompute_all",
@@ -73,6 +72,21 @@ _ELSEWHERE = {
         "offload",
         "offloading",
         "offload_all",
+    ),
+    "MaxText's names: see docs/migration/maxtext.md; the nearest here are 'low_memory', or "
+    "remat.policies.Names((...))": (
+        "custom",
+        "minimal_flash",
+        "minimal_offloaded",
+        "minimal_with_context",
+        "minimal_with_context_and_quantization",
+        "minimal_with_quantization",
+        "qkv_proj_offloaded",
+        "save_dot_except_mlp",
+        "save_dot_except_mlpwi",
+        "save_dot_with_context_except_mlp",
+        "save_out_proj",
+        "save_qkv_proj",
     ),
 }
 _NEED_ARGUMENTS = frozenset(
@@ -140,8 +154,8 @@ def parse_confirm(confirm: Any) -> Confirm | None:
 
     Args:
         confirm: None for what the environment variable `REMAT_CONFIRM` says, `"auto"` if it is not set; True for
-            `Confirm()` and False, `"off"` for none; a number of compiles; `"auto"`, `"attached"`, or the name of a
-            device; or a `Confirm`.
+            `Confirm()` and False, `"off"` for none; a number of compiles, or its digits; `"auto"`, `"attached"`, or
+            the name of a device; or a `Confirm`.
 
     Raises:
         CompileError: none of these, or no such device.
@@ -151,10 +165,14 @@ def parse_confirm(confirm: Any) -> Confirm | None:
         confirm = os.environ.get(_VARIABLE, "").strip().lower() or "auto"
     if isinstance(confirm, bool):
         return Confirm() if confirm else None
+    if (
+        isinstance(confirm, str) and confirm.isdecimal()
+    ):  # as environments and command lines have it
+        confirm = int(confirm)
     if isinstance(confirm, Integral):
         return Confirm(compiles=int(confirm)) if confirm else None
     if isinstance(confirm, str):
-        if confirm in ("off", "0", "false"):
+        if confirm in ("off", "false"):
             return None
         if confirm not in ("auto", "attached"):
             get_device(confirm)
@@ -207,10 +225,20 @@ def _resolve(remat_policy: Any, limit: int | float | None) -> Resolved:
     if policy is not None:
         return PolicyPlanner(policy, limit)
     if callable(remat_policy):
+        for name in _NEED_ARGUMENTS:
+            if getattr(jax.checkpoint_policies, name, None) is remat_policy:
+                raise _not_called(name)
         return JaxPolicy(remat_policy)
     raise PolicyError(
         f"remat_policy={shown(remat_policy)} of type {type(remat_policy).__name__}; expected a name, a "
         "remat.policies object, a remat.Plan or the path of one, a jax checkpoint policy, or None"
+    )
+
+
+def _not_called(name: str) -> PolicyError:
+    return PolicyError(
+        f"remat_policy={name!r} names a function that makes policies; call it: "
+        f"remat_policy=jax.checkpoint_policies.{name}(...)"
     )
 
 
@@ -226,15 +254,17 @@ def _resolve_name(name: str, limit: int | float | None) -> Resolved:
         return PolicyPlanner(get_policy(name), limit)
     theirs = _jax_names()
     if name in _NEED_ARGUMENTS and name in theirs:
-        raise PolicyError(
-            f"remat_policy={name!r} names a function that makes policies; call it: "
-            f"remat_policy=jax.checkpoint_policies.{name}(...)"
-        )
+        raise _not_called(name)
     if name in theirs:
         return JaxPolicy(theirs[name])
     if name in _CONFIG_NAMES:
         return JaxPolicy(theirs[_CONFIG_NAMES[name]])
-    if name.endswith(".json") or Path(name).is_file():
+    if name.lstrip().startswith("{"):
+        raise PolicyError(
+            f"remat_policy={shown(name)} looks like the text of a plan; pass the plan itself "
+            "(remat.Plan.from_json(text)), or the path of a file with it"
+        )
+    if name.endswith(".json") or _is_file(name):
         return PlanPlanner(Plan.from_json(name))
     ours = [*sorted(POLICIES), *sorted(_OFF_NAMES), *sorted(_CONFIG_NAMES)]
     word = name.strip().lower().replace("-", "_").replace(" ", "_")
@@ -246,6 +276,13 @@ def _resolve_name(name: str, limit: int | float | None) -> Resolved:
         f"unknown remat_policy={shown(name)}{meant or '.'} Valid names: {ours}, of jax's own {sorted(theirs)}; or "
         "pass a remat.policies object, a remat.Plan, the path of a saved plan (*.json), or a jax checkpoint policy"
     )
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long for a name
+        return False
 
 
 def _meant(word: str) -> str:
@@ -278,11 +315,11 @@ def parse_budget(budget: Any, name: str = "budget") -> int | float | None:
         return _parse_size(budget, name)
     if isinstance(budget, Integral) and not isinstance(budget, bool):
         if budget <= 0:
-            raise BudgetError(f"{name}={budget!r} is not positive; {_EXPECTED}")
+            raise BudgetError(f"{name}={budget!r} is not positive; {_expected(name)}")
         return int(budget)
     if isinstance(budget, Real) and not isinstance(budget, bool):
-        return _fraction(float(budget), f"{name}={budget!r}")
-    raise BudgetError(f"{name}={shown(budget)} of type {type(budget).__name__}; {_EXPECTED}")
+        return _fraction(float(budget), name, budget)
+    raise BudgetError(f"{name}={shown(budget)} of type {type(budget).__name__}; {_expected(name)}")
 
 
 def _meant_size(text: str, number: str, unit: str) -> str:
@@ -296,13 +333,21 @@ def _meant_size(text: str, number: str, unit: str) -> str:
     return ""
 
 
-_EXPECTED = 'expected bytes (6442450944), a size ("6GiB", "500MB") or a fraction (0.5)'
+def _expected(name: str) -> str:
+    """What is accepted: shares are of a peak, which only a budget is."""
+    if name != "budget":
+        return 'expected bytes (6442450944) or a size ("6GiB", "500MB")'
+    return 'expected bytes (6442450944), a size ("6GiB", "500MB") or a fraction (0.5)'
 
 
-def _fraction(number: float, given: str) -> float:
-    if not 0 < number <= 1:
-        raise BudgetError(f"{given} is not a fraction between 0 and 1; {_EXPECTED}")
-    return number
+def _fraction(number: float, name: str, given: Any) -> float:
+    if 0 < number <= 1:
+        return number
+    # 6e9 is a float; so few bytes that a share may be meant are not suggested.
+    is_bytes = _FEW_BYTES <= number < _MOST_BYTES and number.is_integer()
+    meant = f"; did you mean {int(number)}?" if is_bytes else ""
+    what = "a fraction between 0 and 1" if name == "budget" else "a whole number of bytes"
+    raise BudgetError(f"{name}={given!r} is not {what}; {_expected(name)}{meant}")
 
 
 def _parse_size(text: str, name: str) -> int | float:
@@ -314,16 +359,19 @@ def _parse_size(text: str, name: str) -> int | float:
     except (ValueError, KeyError):
         meant = _meant_size(stripped, number, unit)
         raise BudgetError(
-            f"{name}={shown(text)} is not a size; {_EXPECTED}, with a unit out of B, kB, KiB, ..., PiB{meant}"
+            f"{name}={shown(text)} is not a size; {_expected(name)}, with a unit out of B, kB, KiB, ..., PiB{meant}"
         ) from None
     if not unit and not number.isdecimal():  # "0.5" is what 0.5 is
-        return _fraction(size, f"{name}={text!r}")
+        return _fraction(size, name, text)
     if not 0 < size < float("inf"):
-        raise BudgetError(f"{name}={text!r} is not positive; {_EXPECTED}")
+        raise BudgetError(f"{name}={text!r} is not positive; {_expected(name)}")
+    if not int(size):
+        raise BudgetError(f"{name}={text!r} is less than a byte; {_expected(name)}")
     return int(size)
 
 
 _FEW_BYTES = 1024
+_MOST_BYTES = 1 << 60  # of any memory
 
 
 def budget_hint(budget: int | float | None, name: str = "budget") -> str:

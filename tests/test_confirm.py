@@ -415,6 +415,18 @@ def test_the_whole_is_compiled_of_what_is_returned_alone(whole_times: float) -> 
         assert len(wholes) == 2  # without rematerialization, and what was taken
 
 
+@pytest.mark.parametrize("whole_times", [1.0, 1.05])
+@pytest.mark.parametrize("policy", [QUICK, MinCut()])
+def test_what_a_refusal_names_can_be_met(policy: Policy, whole_times: float) -> None:
+    make, toy = _bench(1.1, 100, whole_times=whole_times)
+    with pytest.raises(BudgetError) as caught:
+        confirmed(PolicyPlanner(policy, 1, confirm=Confirm(8)), 8, make, toy)
+    named = caught.value.smallest_peak_bytes
+    assert named is not None
+    _, plan = confirmed(PolicyPlanner(policy, named, confirm=Confirm(8)), 8, make, toy)
+    assert plan.confirmed is not None and plan.confirmed.temp_bytes == named
+
+
 @given(share=st.floats(0.4, 0.9), fastest_share=st.floats(0.2, 0.4), times=st.floats(0.7, 1.4))
 @laws(8)
 def test_where_less_memory_is_faster_a_larger_budget_misses_none_of_it(

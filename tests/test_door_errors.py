@@ -22,7 +22,7 @@ import remat.linen
 import remat.nnx
 from remat.core.errors import RematError, nearest, shown
 from remat.policies import POLICIES, get_policy
-from remat.resolve import parse_budget
+from remat.resolve import parse_budget, parse_confirm
 from remat.tools.cli import main
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -134,6 +134,10 @@ def test_settings_of_policies(policy: str, setting: str, value: Any) -> None:
         ("selective", "'min_cut'"),
         ("dots_savable", "'dots_saveable'"),
         ("offload", "not planned"),
+        ("everything", "to save everything is 'save_all'"),
+        ("minimal_with_context", "docs/migration/maxtext.md"),
+        ("save_dot_except_mlp", "remat.policies.Names"),
+        ("custom", "'low_memory'"),
     ],
 )
 @pytest.mark.parametrize("door", DOORS)
@@ -163,10 +167,52 @@ def test_devices_that_are_not_known(device: Any) -> None:
         ("6G", "did you mean '6GiB'?"),
         ("80Gi", "did you mean '80GiB'?"),
         ("1,000,000", "did you mean 1000000?"),
+        ("6e9", "did you mean 6000000000?"),
+        (6e9, "did you mean 6000000000?"),
+        (np.float64(6e9), "did you mean 6000000000?"),
+        ("0.5B", "less than a byte"),
+        ("0.0001KiB", "less than a byte"),
     ],
 )
-def test_sizes_almost_right(budget: str, hint: str) -> None:
+def test_sizes_almost_right(budget: Any, hint: str) -> None:
     assert hint in refused(DOORS["plan"], "budget", budget)
+
+
+@pytest.mark.parametrize("budget", [1.5, 80.0, 6e9 + 0.5, 1e300, "1e300", math.inf])
+def test_no_size_is_suggested_for_what_is_none(budget: Any) -> None:
+    assert "did you mean" not in refused(DOORS["plan"], "budget", budget)
+
+
+@pytest.mark.parametrize("memory", [80e9, "80e9", 0.5, "0.5", "80 G", True])
+def test_a_memory_is_offered_no_share(memory: Any) -> None:
+    step = jax.grad(remat.checkpoint(loss))
+    text = refused(lambda **more: remat.fit(step, X, X, device="cpu", **more), "memory", memory)
+    assert "or a fraction" not in text and "is not a fraction" not in text
+    assert ("did you mean 80000000000?" in text) == (memory in (80e9, "80e9"))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_text_of_a_plan_is_no_policy(door: str) -> None:
+    text = refused(DOORS[door], "remat_policy", remat.plan(loss, X, X).to_json())
+    assert "remat.Plan.from_json(text)" in text and "path" in text
+    refused(DOORS[door], "remat_policy", "x" * 5000)
+
+
+@pytest.mark.parametrize("name", ["save_only_these_names", "save_from_both_policies"])
+@pytest.mark.parametrize("door", DOORS)
+def test_what_makes_policies_has_to_be_called(door: str, name: str) -> None:
+    factory = getattr(jax.checkpoint_policies, name)
+    by_object = refused(DOORS[door], "remat_policy", factory)
+    assert by_object == refused(DOORS[door], "remat_policy", name)
+    assert f"remat_policy=jax.checkpoint_policies.{name}(...)" in by_object
+
+
+def test_digits_are_a_number_of_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_confirm("8") == parse_confirm(8) == remat.Confirm(compiles=8)
+    assert parse_confirm("0") is parse_confirm(0) is None
+    for digits, wanted in (("8", remat.Confirm(compiles=8)), ("0", None)):
+        monkeypatch.setenv("REMAT_CONFIRM", digits)
+        assert parse_confirm(None) == wanted
 
 
 @pytest.mark.parametrize("budget", [np.int64(2**20), np.float32(0.5), "0.5", "1 MiB", 0.5])
@@ -243,6 +289,62 @@ def test_a_shape_that_is_passed_gets_a_hint() -> None:
     with pytest.raises(TypeError) as caught:
         remat.plan(loss, (8, 8), X)
     assert any("jax.ShapeDtypeStruct" in note for note in caught.value.__notes__)
+
+
+class Switched(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, flag: Any) -> Any:
+        return nn.Dense(8)(x) * (2.0 if flag else 1.0)
+
+    def other(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("static", [2, -1, (0, 2)])
+def test_static_arguments_of_modules_are_named_as_they_were_given(static: Any) -> None:
+    model, x = remat.linen.remat(Switched, static_argnums=static)(), jnp.ones((2, 8))
+    params = model.init(jax.random.key(0), x, True)
+    twice = 2 * model.apply(params, x, False)
+    np.testing.assert_allclose(model.apply(params, x, True), twice)
+    with pytest.raises(remat.TraceError, match=r"static argument 2 \(`self` is number 0\) of type"):
+        model.apply(params, x, [True])
+
+
+def test_static_arguments_of_methods_are_named_alike() -> None:
+    for number in (1, -1):
+        own = {"__call__": {"static_argnums": number}}
+        model, x = remat.linen.remat(Switched, methods=own)(), jnp.ones((2, 8))
+        params = model.init(jax.random.key(0), x, True)
+        with pytest.raises(remat.TraceError, match=r"static argument 2 \(`self`"):
+            model.apply(params, x, [True])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"static_argnums": 3}, "static_argnums has 3, and the function has 3 positional"),
+        ({"static_argnums": -4}, "self, x, flag"),
+        ({"static_argnums": "x"}, "static_argnums='x'; expected the position"),
+        ({"static_argnums": 3, "methods": ["__call__", "other"]}, "static_argnums has 3"),
+        ({"methods": {"__call__": {"static_argnums": 2}}}, "2 positional arguments: x, flag"),
+    ],
+)
+def test_static_arguments_of_modules_that_are_none(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(remat.TraceError) as caught:
+        remat.linen.remat(Switched, **options)
+    assert words in str(caught.value)
+
+
+def test_a_static_argument_that_one_method_has_will_do() -> None:
+    remat.linen.remat(Switched, static_argnums=2, methods=["__call__", "other"])
+    remat.linen.remat(lambda module, x, flag: module(x, flag), static_argnums=np.int64(2))
+
+
+def test_modules_of_nnx_are_no_functions() -> None:
+    linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(remat.TraceError) as caught:
+        remat.nnx.remat(linear)
+    assert "remat.nnx.remat(Linear.__call__)(module, ...)" in str(caught.value)
 
 
 def test_equal_static_values_of_different_types_have_their_own_traces() -> None:

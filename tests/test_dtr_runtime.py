@@ -23,6 +23,7 @@ import remat
 from benchmarks import tree_lstm
 from models import tree_lstm as tree_lstm_model
 from remat import dtr
+from remat.dtr.runtime.operators import OPERATORS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0)
@@ -513,6 +514,34 @@ def test_gradients_and_their_options() -> None:
     f = lambda x, *, scale: jnp.sum(jnp.sin(x) * scale)  # noqa: E731
     _assert_same(dtr.grad(f)(X, scale=3.0), jax.grad(f)(X, scale=3.0))
     _assert_same(dtr.grad(lambda x, y: jnp.sum(x * y), -1)(X, W), X)
+
+
+def test_gradients_are_arrays_of_jax_even_if_they_are_cotangents() -> None:
+    params = {"b": jnp.float32(2.0), "w": jnp.ones(3)}
+    gradient = dtr.grad(lambda p: p["b"] + jnp.sum(p["w"] ** 2))(params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(gradient))
+    _assert_same(gradient, {"b": np.float32(1.0), "w": 2 * np.ones(3, np.float32)})
+    _, pull = dtr.vjp(lambda x: x + 1.0, X)
+    given = np.full(X.shape, 3.0, X.dtype)
+    (found,) = pull(given)
+    given[:] = 4.0
+    assert isinstance(found, jax.Array) and bool(jnp.all(found == 3.0))
+
+
+def test_positions_may_be_of_numpy() -> None:
+    f = lambda x, y: jnp.sum(x * y * y)  # noqa: E731
+    _assert_same(dtr.grad(f, np.int64(1))(X, W), jax.grad(f, 1)(X, W))
+    _assert_same(dtr.grad(f, [np.int32(0), 1])(X, W), jax.grad(f, (0, 1))(X, W))
+    with pytest.raises(remat.TraceError, match=r"argnums=1\.0"):
+        dtr.grad(f, 1.0)  # type: ignore[arg-type]
+
+
+def test_without_jit_operators_are_still_compiled() -> None:
+    fun, args, _ = PROGRAMS["deep"]
+    OPERATORS.clear()
+    with jax.disable_jit():
+        found = dtr.grad(fun)(*args)
+    _assert_same(found, dtr.grad(fun)(*args))
 
 
 def test_threads_do_not_disturb_each_other() -> None:

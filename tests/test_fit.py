@@ -756,6 +756,7 @@ def test_a_fitted_step_is_the_fastest_that_fits() -> None:
         options: Options
         trials: list[Trial]
         compiled: dict[int, None]
+        static: None = None
 
     job = Job(options(FIXED + 250), [], {i: None for i in range(6)})
     first = knob.trial(100)

@@ -17,7 +17,7 @@ from random_graphs import laws
 
 import remat
 from models import cases, mlp
-from remat.core.errors import BudgetError
+from remat.core.errors import BudgetError, CompileError
 from remat.core.graph import Graph
 from remat.planning.make import make_plan
 from remat.planning.smallest import smallest_plan
@@ -154,7 +154,7 @@ def test_budgets_are_read_as_elsewhere(curve: Pareto) -> None:
     assert found.wanted == 3
 
 
-@pytest.mark.parametrize("budget", ["0.5", 0.5, np.float32(0.5)])
+@pytest.mark.parametrize("budget", ["0.5", 0.5, np.float32(0.5), np.array(0.5), jnp.array(0.5)])
 def test_one_budget_is_a_curve_of_one(curve: Pareto, budget: Any) -> None:
     found = pareto(LOSS, *ARGS, remat_policy=Cuts(), budgets=budget)
     assert [p.budget_bytes for p in found.points] == [curve.baseline_peak_bytes // 2]
@@ -242,6 +242,11 @@ def test_argnums_and_progress_are_passed_on() -> None:
 def test_bad_budgets(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BudgetError, match=words):
         pareto(LOSS, *ARGS, **options)
+
+
+def test_a_curve_is_not_confirmed() -> None:
+    with pytest.raises(CompileError, match=r"confirm='cpu'.*remat\.plan"):
+        pareto(LOSS, *ARGS, confirm="cpu")
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import errno
 import hashlib
 import json
 import math
@@ -258,6 +259,42 @@ def test_a_file_is_rewritten_only_if_the_plan_changed(plan: Plan, tmp_path: Path
     assert Plan.from_json(file) == other
     file.write_bytes(b"\xff\xfe not text")
     assert plan.to_json(file) == file.read_text()
+
+
+def test_a_plan_is_never_half_written(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    old = plan.to_json(path)
+
+    class Full:
+        """A disk with room for half of it."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def read(self) -> Any:
+            return self.file.read()
+
+        def write(self, text: str) -> None:
+            self.file.write(text[: len(text) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    opened = Path.open
+    changed = dataclasses.replace(plan, notes=("another",))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *args, **more: Full(opened(self, *args, **more)))
+        with pytest.raises(OSError, match="No space"):
+            changed.to_json(path)
+    assert path.read_text() == old and list(tmp_path.iterdir()) == [path]
+    assert Plan.from_json(path) == plan
+    assert changed.to_json(path) == path.read_text() != old
 
 
 def _moved(plan: Plan, code: str, packages: str) -> Plan:

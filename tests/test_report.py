@@ -202,3 +202,11 @@ def test_report_of_a_saved_plan_is_the_same() -> None:
 def test_report_of_an_empty_baseline() -> None:
     text = describe(remat.plan(lambda x: 2.0 * x, f32()))
     assert "Kept for the backward pass: 0 values, 0 B." in text
+
+
+def test_report_of_a_budget_of_no_bytes() -> None:
+    """A share of a program that has no temporaries."""
+    plan = remat.plan(lambda x: jnp.sum(x), f32(4), budget=0.5, confirm=False)
+    assert plan.budget_bytes == 0
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("budget")]
+    assert line == "budget: 0 B (0 bytes)"

@@ -6,14 +6,17 @@ import itertools
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_graphs import laws
+from random_graphs import chain, laws
 
 from remat.core.errors import PolicyError
+from remat.policies import Sublinear, sublinear
+from remat.policies.buffers.condense import Condensed
 from remat.policies.buffers.within import as_late_as_possible
 from remat.policies.solvers.on_demand import kept_at_turn, needed_again, sequence_of_saved
 from remat.policies.solvers.problem import Problem, peak_of_order, replay
@@ -394,3 +397,34 @@ def test_sqrt_segments_on_public_graphs(name: str, ratio: float) -> None:
     assert plan.peak_bytes <= ratio * peak_of_order(problem)
     assert plan.extra_cost <= problem.costs[: problem.turn].sum()
     assert grid_search(problem).peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "policy", [Sublinear(), Sublinear("sqrt"), Sublinear("recursive"), Sublinear("cheap")], ids=repr
+)
+def test_what_no_budget_changes_is_cut_once(
+    policy: Sublinear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts: list[tuple[str, int | None]] = []
+    plain = sublinear._cut
+
+    def counting(condensed: Condensed, method: Any, k: int | None) -> SegmentPlan:
+        cuts.append((method, k))
+        return plain(condensed, method, k)
+
+    monkeypatch.setattr(sublinear, "_cut", counting)
+    graph = chain(24, heavy=True, fusible=False)
+    budgets = [1 << 40, 7000] if policy.method == "cheap" else [1 << 40, 5000, 3000]
+    made = [policy.decide_within(graph, budget) for budget in budgets]
+    assert policy.decide(graph).status == "heuristic"
+    assert len(cuts) == len(set(cuts)) > 0
+    first = len(cuts)
+    fresh = [policy.decide_within(chain(24, heavy=True, fusible=False), b) for b in budgets]
+    assert fresh == made and len(cuts) == (1 + len(budgets)) * first
+
+
+def test_cuts_are_made_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time may be up after the first ones."""
+    monkeypatch.setattr("remat.policies.buffers.within.out_of_time", lambda: True)
+    monkeypatch.setattr(sublinear, "_cut", None)
+    Sublinear().decide_within(chain(24, heavy=True, fusible=False), 1 << 40)

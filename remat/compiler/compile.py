@@ -8,11 +8,14 @@ and only what would have been tuned by running kernels on a GPU is a guess.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +59,16 @@ CPU_COMPILER_OPTIONS: Mapping[str, str] = MappingProxyType(
 Before, XLA:CPU's pass ``cse_barrier_expander`` deletes optimization barriers, after which common
 subexpression elimination merges recomputed values with the ones they replace.
 """
+
+_JAX_SETTINGS: Mapping[str, Any] = MappingProxyType({
+    "jax_compiler_enable_remat_pass": True,
+    "jax_disable_most_optimizations": False,
+    "jax_exec_time_optimization_effort": 0.0,
+    "jax_memory_fitting_effort": 0.0,
+    "jax_memory_fitting_level": "O2",
+    "jax_optimization_level": "UNKNOWN",
+})  # fmt: skip
+"""Settings of jax that reach XLA beside the program, as they are where nobody changed them."""
 
 _LARGE_CONSTANT_BYTES = 4096  # smaller constants of a program are not worth a note; chosen by look
 _KEPT = (
@@ -160,10 +173,14 @@ class TracedStep:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """What the compiler's answer depends on, besides jaxlib's version: program, device and options, as text."""
+        """What the compiler's answer depends on, besides jaxlib's version: program, device and options, as text.
+
+        Options are also those of this process: flags in its environment, and settings of jax.
+        """
         options = sorted(f"{key}={value}" for key, value in self._options.items())
+        options += _flags_of("XLA_FLAGS") + _settings_of_jax()
         if self._target.platform == "tpu":
-            options.append(f"libtpu {version_of('libtpu')}")
+            options += [f"libtpu {version_of('libtpu')}", *_flags_of("LIBTPU_INIT_ARGS")]
         return self._target.name, str(self._target.is_attached), *options, self._lowered.as_text()
 
     def compile(self) -> tuple[CompileReport, jax.stages.Compiled]:
@@ -207,6 +224,32 @@ class TracedStep:
             kernels=(),
             hlo_text="",
         )
+
+
+def _flags_of(variable: str) -> list[str]:
+    """Flags of the compiler in the environment, in an order that the same flags share.
+
+    Of a flag that is given twice the last one counts, so that these keep their order. Flags that only say where
+    XLA dumps what it does are left out.
+    """
+    given = os.environ.get(variable, "").strip()
+    if given and not given.startswith("-"):  # the name of a file of flags
+        with contextlib.suppress(OSError, ValueError):
+            given = Path(given).read_text(encoding="utf-8")
+    flags = sorted(given.split(), key=lambda flag: flag.partition("=")[0])
+    return [f"{variable} {flag}" for flag in flags if not flag.startswith("--xla_dump_")]
+
+
+def _settings_of_jax() -> list[str]:
+    """What jax tells XLA besides the program, as far as this version of jax has it and it was changed."""
+    found: list[str] = []
+    for name, usual in _JAX_SETTINGS.items():
+        # Some settings can be changed for a thread alone, which attributes know; others are no attributes.
+        value = getattr(jax.config, name, None)
+        value = jax.config.values.get(name, usual) if value is None else value
+        if value != usual:
+            found.append(f"{name}={value}")
+    return found
 
 
 def _nbytes(info: Any) -> int:

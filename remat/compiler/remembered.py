@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -14,17 +13,28 @@ from pathlib import Path
 import jax
 
 from remat.compiler.compile import TracedStep
+from remat.plans.codec import Damage, codec_of
 from remat.plans.record import Confirmed
+from remat.plans.writing import write_whole
 
 __all__ = ["compiled_numbers", "default_cache_dir"]
 
-_FORMAT = 1
+_FORMAT = 2  # files of 1 may be of a compile under other flags than they are looked up with
 
 
 def default_cache_dir() -> Path:
-    """Returns `$XDG_CACHE_HOME/remat`, or `~/.cache/remat` where that is unset, empty or relative."""
+    """Returns `$XDG_CACHE_HOME/remat`, or `~/.cache/remat` where that is unset, empty or relative.
+
+    A user without a home, as in some containers, has a folder among the temporary files.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "remat"
+    if base.is_absolute():
+        return base / "remat"
+    try:
+        return Path.home() / ".cache" / "remat"
+    except RuntimeError:
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        return Path(tempfile.gettempdir()) / f"remat-{user}"
 
 
 def compiled_numbers(step: TracedStep, folder: Path | None = None) -> Confirmed:
@@ -61,20 +71,12 @@ def _key(step: TracedStep) -> str:
 
 def _read(place: Path) -> Confirmed | None:
     try:
-        return Confirmed(**json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # not there, or damaged: it is written anew
+        return codec_of(Confirmed).decode(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, Damage):  # not there, or damaged: written anew
         return None
 
 
 def _write(place: Path, found: Confirmed) -> None:
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(found), file)
-            os.replace(name, place)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(place, json.dumps(codec_of(Confirmed).encode(found)))

@@ -22,7 +22,7 @@ _DEADLINE: ContextVar[float] = ContextVar("remat_deadline", default=math.inf)
 
 
 def now() -> float:
-    """Seconds since some moment, on the clock of all deadlines."""
+    """Processor seconds of this thread since some moment: the clock of all deadlines."""
     return _clock()
 
 

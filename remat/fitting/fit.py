@@ -21,6 +21,7 @@ from remat.core.errors import BudgetError, CompileError, number_or_nan, shown
 from remat.core.interrupt import Progress, or_log, planning
 from remat.fitting.job import Job, Options, Trial
 from remat.fitting.knobs import Knob, choose_knob
+from remat.fitting.static import Static
 from remat.planning.search import fastest, further, search
 from remat.plans.plan import Plan
 from remat.plans.report import human_bytes, human_seconds, table
@@ -80,7 +81,7 @@ class Fitted:
     chosen: Trial
     compiled: jax.stages.Compiled | None = field(repr=False)
     interrupted: bool = False
-    _static: frozenset[int] = field(default=frozenset(), repr=False)
+    _static: Static | None = field(default=None, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -96,15 +97,17 @@ class Fitted:
         """Runs the compiled step.
 
         Raises:
-            CompileError: the device it was compiled for is not attached.
+            CompileError: the device it was compiled for is not attached, or a static argument differs from what
+                the step was compiled with.
         """
         if self.compiled is None:
             raise CompileError(
                 f"this step was compiled for {self.report.device!r}, which is not attached, and cannot be "
                 "run. Fit again on the device itself, or use the plans: remat_policy=fitted.plans[0]"
             )
-        static = {number % len(args) for number in self._static} if args else set()
-        return self.compiled(*(a for i, a in enumerate(args) if i not in static), **kwargs)
+        if self._static is not None:
+            args, kwargs = self._static.without(args, kwargs)
+        return self.compiled(*args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the numbers, the report without its kernels, the plans' digests."""
@@ -211,7 +214,8 @@ def fit(
         **kwargs: keyword arguments of `step`.
 
     Returns:
-        The step that fits. On the attached device it is callable, with static arguments where `step` has them.
+        The step that fits. On the attached device it is callable, with static arguments where `step` has them;
+        their values are those it was fitted with.
 
     Raises:
         BudgetError: not even the plans with the least memory fit; the message has what they take, and why. Or
@@ -320,7 +324,7 @@ def finish(job: Job, knob: Knob, known: Sequence[Trial] = ()) -> Fitted:
         chosen=best,
         compiled=job.compiled[next(i for i, t in enumerate(job.trials) if t is best)],
         interrupted=ended_early,
-        _static=frozenset(job.options.static_argnums),
+        _static=job.static,
     )
 
 

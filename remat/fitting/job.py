@@ -12,6 +12,7 @@ from remat.compiler.compile import CompileReport, TracedStep, trace_step
 from remat.compiler.targets import target_device
 from remat.core.errors import DeviceMemoryError
 from remat.core.interrupt import BestSoFar, Progress
+from remat.fitting.static import Static
 from remat.lower.attempt import Attempt, Menus, Use
 from remat.planning.confirm import Setting
 from remat.planning.planners import PolicyPlanner
@@ -102,6 +103,7 @@ class Job:
         self.jitted: Any = jitted(
             step, args, kwargs, options.static_argnums, options.donate_argnums
         )
+        self.static = Static(step, self.jitted, options.static_argnums, args, kwargs)
         self.trials: list[Trial] = []
         self.compiled: dict[int, jax.stages.Compiled | None] = {}
         self._attempts: dict[Planner, Attempt] = {}

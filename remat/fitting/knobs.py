@@ -98,8 +98,8 @@ class _PriceKnob:
         return None
 
     def at(self, target_bytes: int, low: Trial | None, high: Trial | None) -> Trial | None:
-        floor = self._kept(_INFINITE if low is None else self._prices[id(low)])
-        ceiling = self._kept(0.0 if high is None else self._prices[id(high)])
+        floor = self._kept(_INFINITE) if low is None else self._bound(low)
+        ceiling = self._kept(0.0) if high is None else min(self._kept(0.0), self._bound(high))
         kept = {price: self._kept(price) for price in self._breaks()}
         between = {price: k for price, k in kept.items() if floor < k < ceiling}
         if not between:
@@ -122,6 +122,11 @@ class _PriceKnob:
         trial = self.job.trial(self.setting(price), _kept_bytes)
         self._prices.setdefault(id(trial), price)
         return trial
+
+    def _bound(self, trial: Trial) -> int:
+        """What a trial keeps: as estimated for others, where a price made it; the plain step has none."""
+        price = self._prices.get(id(trial))
+        return trial.predicted_bytes if price is None else self._kept(price)
 
     def _breaks(self) -> list[float]:
         """Prices at which no two options of a menu cost the same, one from every interval."""

@@ -348,7 +348,8 @@ def confirmed(
             raise_interrupt()
             if all(trial.is_failure for trial in trials) and bench.failure is not None:
                 raise bench.failure
-            raise _too_large(trials, policy, limit, _advice(policy, knob, left()))
+            smallest = _smallest(bench, trials)
+            raise _too_large(smallest, len(trials), policy, limit, _advice(policy, knob, left()))
         best = search.fastest(fitting)
         if best.setting is not own and knob is None and trials[-1].fits:
             best = trials[-1]  # it was asked for
@@ -405,13 +406,22 @@ def _advice(policy: Policy, knob: BudgetKnob[Any] | None, left: int) -> str:
     return ""
 
 
-def _too_large(trials: list[_Trial[M]], policy: Policy, limit: int, advice: str) -> BudgetError:
-    best = min((t for t in trials if not t.is_failure), key=lambda t: t.temp_bytes)
+def _smallest(bench: _Bench[M], trials: list[_Trial[M]]) -> _Trial[M]:
+    """The smallest of what was compiled, with all that will be run: as a budget it can be met."""
+    while True:
+        best = min((t for t in trials if not t.is_failure), key=lambda t: t.temp_bytes)
+        if best.is_whole or best.found is None or interrupted():
+            return best
+        bench.whole(best)
+
+
+def _too_large(
+    best: _Trial[Any], count: int, policy: Policy, limit: int, advice: str
+) -> BudgetError:
     # Of none is the device known where the compiler refused all for their size.
-    device = next((t.found.device for t in trials if t.found is not None), None)
-    where = "" if device is None else f" for {device}"
+    where = "" if best.found is None else f" for {best.found.device}"
     return BudgetError(
-        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {len(trials)} programs compiled"
+        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {count} programs compiled"
         f"{where} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the budget{advice}.",
         smallest_peak_bytes=best.temp_bytes,
     )

@@ -95,9 +95,10 @@ def _rewritten(plan: PlanRecord) -> list[str]:
 def _budget(plan: PlanRecord) -> list[str]:
     found, used, lines = plan.confirmed, plan.expected_peak_bytes, list[str]()
     if plan.budget_bytes is not None:
+        # A share of a program without temporaries is a budget of no bytes.
+        share = f", {used / plan.budget_bytes:.0%} of it used" if plan.budget_bytes else ""
         lines.append(
-            f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes), "
-            f"{used / plan.budget_bytes:.0%} of it used"
+            f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes){share}"
         )
     if found is not None:
         chosen = f", the choice of {found.compiles} programs" if found.compiles > 1 else ""

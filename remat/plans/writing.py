@@ -15,12 +15,14 @@ The document is made for version control:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
 import typing
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -40,6 +42,7 @@ __all__ = [
     "plan_to_data",
     "versions",
     "write_plan",
+    "write_whole",
 ]
 
 FORMAT = "remat.plan"
@@ -97,7 +100,7 @@ def dump_plan(plan: PlanRecord, *, date: str | None = None) -> str:
 def write_plan(plan: PlanRecord, path: str | Path) -> str:
     """Writes a plan to a file, dated; a file that holds an equal plan already is left as it is.
 
-    So planning again in a checkout changes the file only if the plan changed.
+    So planning again in a checkout changes the file only if the plan changed. It is never half written.
 
     Returns:
         What is in the file.
@@ -114,8 +117,39 @@ def write_plan(plan: PlanRecord, path: str | Path) -> str:
         old = ""
     if _lasting(old) == _lasting(text):
         return old
-    file.write_text(text, encoding="utf-8", newline="\n")
+    write_whole(file, text)
     return text
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file in one step: Ctrl-C, a full disk or a reader meanwhile find a whole text, old or new.
+
+    What is no file (a pipe, a terminal) is written to as it is. A link stays one, and a file keeps its mode.
+
+    Raises:
+        OSError: it cannot be written; what was there before is left as it was.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        path.write_text(text, encoding="utf-8", newline="\n")
+        return
+    beside = place.with_name(f".remat-{uuid.uuid4().hex}.tmp")
+    try:
+        mode = None
+        if place.exists():
+            with place.open("r+b"):  # one that may not be written is not replaced either
+                mode = place.stat().st_mode
+        with beside.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        if mode is not None:
+            beside.chmod(mode)
+        os.replace(beside, place)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        if isinstance(error, OSError):  # of the path that was asked for
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def _body(encoded: dict[str, Any]) -> dict[str, Any]:

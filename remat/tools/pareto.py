@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from remat.api import plan as make_plan
-from remat.core.errors import BudgetError, shown
+from remat.core.errors import BudgetError, CompileError, shown
 from remat.core.interrupt import Progress, or_log, planning, raise_interrupt
 from remat.pictures import page
 from remat.pictures.style import PlotError
@@ -319,6 +319,7 @@ def pareto(
 
     Raises:
         BudgetError: a budget cannot be read, or fewer than 2 `points`.
+        CompileError: `confirm` is given.
         PolicyError: also if a reference is none of those.
         PolicyError, TraceError: as `remat.plan`.
     """
@@ -352,6 +353,8 @@ def iter_pareto(
 
     A later plan may improve an earlier point. The last curve is that of `pareto`.
     """
+    if getattr(budgets, "shape", None) == ():  # an array of one number is a number
+        budgets = budgets.item()  # type: ignore[union-attr]
     is_one = isinstance(budgets, (str, Real))  # not a sequence of its letters
     several: Any = [budgets] if is_one else budgets
     limits = None if several is None else [parse_budget(budget) for budget in several]
@@ -365,6 +368,11 @@ def iter_pareto(
         )
     if "budget" in options:
         raise BudgetError(f"budget={shown(options['budget'])}: a curve takes budgets=[...]")
+    if "confirm" in options:
+        raise CompileError(
+            f"confirm={shown(options['confirm'])}: a curve is of predictions, nothing of it is compiled. "
+            "remat.plan(..., budget=, confirm=) asks the compiler of one budget"
+        )
     for name in references:
         check_reference(name)
     say = or_log(progress)

@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from remat.dtr.runtime.statistics import RunStatistics
 from remat.dtr.runtime.storages import Reference
 from remat.dtr.simulator import Move
 from remat.resolve import parse_budget
+from remat.trace.calls import as_tuple
 
 __all__ = ["grad", "value_and_grad", "vjp"]
 
@@ -132,11 +134,11 @@ def value_and_grad(
     Raises:
         BudgetError: the budget cannot be read; in a call: an operator alone does not fit into it.
         PolicyError: an unknown heuristic.
-        TraceError: in a call: an argument is traced by a transform of jax, or something cannot be run operator by
-            operator (mutable arrays, `shard_map` outside of `jax.jit`).
+        TraceError: `argnums` are no integers; in a call: an argument is traced by a transform of jax, or something
+            cannot be run operator by operator (mutable arrays, `shard_map` outside of `jax.jit`).
     """
     options = _options(budget, heuristic, costs, seed, trace, on_run, on_move)
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = as_tuple(argnums)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +153,7 @@ def value_and_grad(
             )
             one = np.ones((), _dtype_of_value(out, holomorphic))
             gradients = _backward(machine, interpreter, [pullback.pop()], one)
-            gradient = gradients[0] if isinstance(argnums, int) else gradients
+            gradient = gradients[0] if isinstance(argnums, Integral) else gradients
             results = _arrays(machine, ((out, aux) if has_aux else out, gradient))
         except BaseException as error:
             _forget(error)
@@ -315,7 +317,8 @@ def _backward(
             del closed
             machine.expect([var.aval for var in jaxpr.outvars if not compat.is_literal(var)])
             found = _run_jaxpr(machine, jaxpr, env)
-    rest = iter(found)
+    # A cotangent that is a gradient as it is may be of NumPy, whose arrays can be filled anew: a copy.
+    rest = iter([jnp.array(x) if isinstance(x, np.ndarray) else x for x in found])
     out_tree, fixed = structure
     return jax.tree.unflatten(out_tree, [next(rest) if leaf is None else leaf for leaf in fixed])
 

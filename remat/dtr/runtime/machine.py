@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
@@ -300,15 +301,17 @@ class Machine:
         self._make_room(call, need)
         self._peak = max(self._peak, self._memory + need)
         arrays = [x.array if isinstance(x, Storage) else x for x in call.operands]
-        if self._costs == "measured":
-            results, cost = operator.timed(arrays)
-            self._learn(call, cost)
-        else:
-            results = operator.run(*arrays)
-            if self._limit is not None and operator.on_host:
-                jax.block_until_ready(
-                    results
-                )  # there what is evicted is free when its readers are done
+        # jax runs no compiled program under `jax.disable_jit`.
+        with jax.disable_jit(False) if jax.config.jax_disable_jit else nullcontext():
+            if self._costs == "measured":
+                results, cost = operator.timed(arrays)
+                self._learn(call, cost)
+            else:
+                results = operator.run(*arrays)
+        if self._costs != "measured" and self._limit is not None and operator.on_host:
+            jax.block_until_ready(
+                results
+            )  # what is evicted there is free when its readers are done
         for weak, array in zip(call.outputs, results, strict=True):
             storage = weak()
             if storage is None or storage.array is not None:

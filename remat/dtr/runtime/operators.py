@@ -155,7 +155,8 @@ def _compile(name: str, function: Callable[..., Sequence[Any]], specs: Sequence[
     closed = jax.make_jaxpr(function)(*shapes)
     jaxpr, _ = compat.open_jaxpr(closed)
     places, kept = _places(jaxpr, specs)
-    compiled = jax.jit(compat.jaxpr_function(closed, kept)).lower(*shapes).compile()
+    with jax.disable_jit(False):  # an operator is a program even where the user wants no others
+        compiled = jax.jit(compat.jaxpr_function(closed, kept)).lower(*shapes).compile()
     avals = tuple(jaxpr.outvars[i].aval for i in kept)
     shardings = tuple(compiled.output_shardings)
     inner = next((eqn.params["name"] for eqn in jaxpr.eqns if "name" in eqn.params), None)

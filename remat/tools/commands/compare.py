@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat.core.interrupt import BestSoFar
@@ -13,7 +13,7 @@ from remat.plans.words import human_bytes, human_flops, human_seconds
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import FAILURE, interrupted
 from remat.tools.terminal.progress import Progress
-from remat.tools.terminal.screen import Cell, Column, Screen, deliver
+from remat.tools.terminal.screen import Cell, Column, Screen, check_places, deliver, warnings_shown
 
 __all__ = ["register"]
 
@@ -36,6 +36,7 @@ def register(commands: Any) -> None:
     flags.add_plot(compare)
 
 
+@warnings_shown()
 def _run(options: argparse.Namespace) -> int:
     from remat.core.devices import get_device
     from remat.resolve import resolve
@@ -50,6 +51,7 @@ def _run(options: argparse.Namespace) -> int:
             get_device(options.device)
         if options.plot is not None:
             plot.check_path(options.plot)
+        check_places(json=options.json, plot=options.plot)
     function, args = flags.loaded(options)
     rows: list[Row] = []
     is_whole = True
@@ -61,9 +63,10 @@ def _run(options: argparse.Namespace) -> int:
                 progress(BestSoFar(_best(rows)))
         except KeyboardInterrupt:
             is_whole = False
-    _deliver(options, rows, is_whole)
+    writes: list[Callable[[], object]] = []
     if options.plot is not None and any(row.temp_bytes is not None for row in rows):
-        plot.tradeoff(rows, options.plot, title=options.target)
+        writes.append(lambda: plot.tradeoff(rows, options.plot, title=options.target))
+    _deliver(options, rows, is_whole, *writes)
     if not is_whole:
         return interrupted(f"{len(rows)} of {len(policies)} policies were compared")
     return FAILURE if rows and all(row.error for row in rows) else 0
@@ -78,7 +81,12 @@ def _best(rows: Sequence[Any]) -> str:
     return f"{best.policy}, {human_bytes(best.temp_bytes)}"
 
 
-def _deliver(options: argparse.Namespace, rows: Sequence[Any], is_whole: bool) -> None:
+def _deliver(
+    options: argparse.Namespace,
+    rows: Sequence[Any],
+    is_whole: bool,
+    *writes: Callable[[], object],
+) -> None:
     import jax
 
     device = options.device or jax.default_backend()
@@ -94,6 +102,7 @@ def _deliver(options: argparse.Namespace, rows: Sequence[Any], is_whole: bool) -
         options.json,
         lambda: json.dumps(document, indent=2),
         lambda screen: _show(options, rows, device, screen),
+        *writes,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import FAILURE
-from remat.tools.terminal.screen import Screen, deliver
+from remat.tools.terminal.screen import Screen, check_places, deliver
 
 __all__ = ["register"]
 
@@ -34,6 +34,8 @@ def _run(options: argparse.Namespace) -> int:
     from remat.plans.diff import diff
     from remat.plans.plan import Plan
 
+    with flags.reading():
+        check_places(json=options.json)
     found = diff(Plan.from_json(Path(options.old)), Plan.from_json(Path(options.new)))
     document = {"format": "remat.diff", "equal": not found, **dataclasses.asdict(found)}
 

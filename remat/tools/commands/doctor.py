@@ -12,7 +12,7 @@ from typing import Any
 from remat.tools.doctor import LEAST, OPTIONAL, Check, examine
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import FAILURE
-from remat.tools.terminal.screen import Screen, deliver
+from remat.tools.terminal.screen import Screen, check_places, deliver
 
 __all__ = ["register"]
 
@@ -32,6 +32,8 @@ def register(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    with flags.reading():
+        check_places(json=options.json)
     checks = examine()
     is_broken = any(check.state == "broken" for check in checks)
     document = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from remat.plans.words import human_bytes, human_seconds
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import FAILURE
 from remat.tools.terminal.progress import Progress
-from remat.tools.terminal.screen import Screen, deliver
+from remat.tools.terminal.screen import Screen, check_places, deliver, warnings_shown
 
 __all__ = ["register"]
 
@@ -55,6 +56,7 @@ def register(commands: Any) -> None:
     flags.add_plot(dtr)
 
 
+@warnings_shown()
 def _run(options: argparse.Namespace) -> int:
     from remat.resolve import parse_budget
     from remat.tools import dtr_plot, plot
@@ -63,6 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         budget = parse_budget(options.budget)
         if options.plot is not None:
             plot.check_path(options.plot)
+        check_places(save_log=options.save_log, json=options.json, plot=options.plot)
         # What is wrong with the settings is said before anything is read or traced.
         simulate(Log((), 0), 1, options.heuristic, thrash=options.thrash)
     with Progress(verbose=options.verbose) as progress:
@@ -80,10 +83,6 @@ def _run(options: argparse.Namespace) -> int:
             search=options.search,
         )
         found = statistics(log)
-        if options.plot is not None:
-            progress(f"drawing {options.plot}")
-            title = f"{Path(options.target).name}, {options.heuristic}"
-            dtr_plot.draw_run(log, run, options.plot, title)
     fields = {f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name != "trace"}
     document = {
         "format": "remat.dtr",
@@ -94,10 +93,15 @@ def _run(options: argparse.Namespace) -> int:
         "statistics": dataclasses.asdict(found),
         "run": {**fields, "overhead": run.overhead},
     }
+    title = f"{Path(options.target).name}, {options.heuristic}"
+    writes: list[Callable[[], object]] = []
+    if options.plot is not None:
+        writes.append(lambda: dtr_plot.draw_run(log, run, options.plot, title))
     deliver(
         options.json,
         lambda: json.dumps(document, indent=2),
         lambda screen: _show(options, found, run, screen),
+        *writes,
     )
     return 0 if run.status == "ok" else FAILURE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from remat.plans.words import human_bytes, human_seconds
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import UsageError, interrupted
 from remat.tools.terminal.progress import Progress
-from remat.tools.terminal.screen import Cell, Column, Screen, deliver
+from remat.tools.terminal.screen import Cell, Column, Screen, check_places, deliver, warnings_shown
 
 if TYPE_CHECKING:
     from remat.fitting.fit import Fitted
@@ -54,12 +54,16 @@ def register(commands: Any) -> None:
     flags.add_document(fit)
 
 
+@warnings_shown()
 def _run(options: argparse.Namespace) -> int:
     import jax
 
     from remat import api
     from remat.core.devices import get_device
-    from remat.fitting.fit import fit
+    from remat.fitting.fit import finish, fit_options
+    from remat.fitting.job import Job
+    from remat.fitting.knobs import choose_knob
+    from remat.planning.confirm import UNCHANGED
     from remat.resolve import parse_budget
 
     policy = flags.configured(options.policy, options.option)
@@ -67,37 +71,51 @@ def _run(options: argparse.Namespace) -> int:
         parse_budget(options.memory, "memory")
         if options.device is not None:
             get_device(options.device)
+        check_places(save=options.save, json=options.json)
     function, args = flags.loaded(options)
     step = function
     if not options.step:
         step = jax.value_and_grad(api.checkpoint(function), options.argnums)
     with Progress(verbose=options.verbose) as progress, _explained(options):
-        fitted = fit(
-            step,
-            *args,
+        wanted = fit_options(
             memory=options.memory,
             device=options.device,
             remat_policy=policy,
             max_compiles=options.max_compiles,
+            static_argnums=(),
             donate_argnums=options.donate,
+            compiler_options=None,
             progress=progress,
         )
+        job = Job(step, args, {}, wanted)
+        try:
+            knob = choose_knob(job)
+            if options.save is not None:  # known now, not after minutes of compiling
+                _check_one_plan(options, len(job.uses(UNCHANGED)))
+            fitted = finish(job, knob)
+        finally:
+            job.forget()
+    writes: list[Callable[[], object]] = []
     if options.save is not None:
-        if len(fitted.plans) != 1:
-            raise UsageError(
-                f"--save {options.save}: the step has {len(fitted.plans)} wrapped functions, each with a plan "
-                "of its own; one file holds one plan"
-            )
-        fitted.plans[0].to_json(options.save)
+        writes.append(lambda: fitted.plans[0].to_json(options.save))
     document = {"target": options.target, **fitted.to_dict()}
     deliver(
         options.json,
         lambda: json.dumps(document, indent=2),
         lambda screen: _show(options.target, fitted, screen),
+        *writes,
     )
     if fitted.interrupted:
         return interrupted("of what was compiled by then, this is the fastest that fits")
     return 0
+
+
+def _check_one_plan(options: argparse.Namespace, count: int) -> None:
+    if count != 1:
+        raise UsageError(
+            f"--save {options.save}: the step has {count} wrapped functions, each with a plan of its own; one "
+            "file holds one plan"
+        )
 
 
 @contextmanager

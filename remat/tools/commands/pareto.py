@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from remat.core.interrupt import BestSoFar
@@ -11,7 +12,7 @@ from remat.plans.words import human_bytes, human_flops, human_seconds
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import interrupted
 from remat.tools.terminal.progress import Progress
-from remat.tools.terminal.screen import Cell, Column, Screen, deliver
+from remat.tools.terminal.screen import Cell, Column, Screen, check_places, deliver, warnings_shown
 
 if TYPE_CHECKING:
     from remat.tools.pareto import Pareto
@@ -43,6 +44,7 @@ def register(commands: Any) -> None:
     flags.add_plot(pareto)
 
 
+@warnings_shown()
 def _run(options: argparse.Namespace) -> int:
     from remat.resolve import parse_budget
     from remat.tools import plot
@@ -55,6 +57,7 @@ def _run(options: argparse.Namespace) -> int:
             parse_budget(budget)
         if options.plot is not None:
             plot.check_path(options.plot)
+        check_places(json=options.json, plot=options.plot)
     function, args = flags.loaded(options)
     curve: Pareto | None = None
     is_whole = True
@@ -76,13 +79,15 @@ def _run(options: argparse.Namespace) -> int:
     found = curve
     if found is not None:
         document = {"target": options.target, **found.to_dict()}
+        writes: list[Callable[[], object]] = []
+        if options.plot is not None and found.points:
+            writes.append(lambda: plot.pareto(found, options.plot, title=options.target))
         deliver(
             options.json,
             lambda: json.dumps(document, indent=2),
             lambda screen: _show(options.target, found, screen),
+            *writes,
         )
-        if options.plot is not None and found.points:
-            plot.pareto(found, options.plot, title=options.target)
     if not is_whole:
         done = 0 if found is None else len(found.points) + len(found.infeasible)
         of = "" if found is None else f" of {found.wanted}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from remat.plans.words import human_bytes, human_flops, short_scope, short_sourc
 from remat.tools.terminal import flags
 from remat.tools.terminal.messages import interrupted
 from remat.tools.terminal.progress import Progress
-from remat.tools.terminal.screen import Cell, Column, Screen, deliver
+from remat.tools.terminal.screen import Cell, Column, Screen, check_places, deliver, warnings_shown
 
 __all__ = ["add_planning", "made", "register"]
 
@@ -79,6 +80,7 @@ def made(options: argparse.Namespace, progress: Progress) -> Plan:
     )
 
 
+@warnings_shown()
 def _run(options: argparse.Namespace) -> int:
     from remat.pictures import page
     from remat.tools import plot
@@ -88,17 +90,17 @@ def _run(options: argparse.Namespace) -> int:
             plot.check_path(options.plot)
         if options.html is not None:
             page.check_page(options.html)
+        check_places(save=options.save, json=options.json, plot=options.plot, html=options.html)
     with Progress(verbose=options.verbose) as progress:
         plan = made(options, progress)
-        if options.plot is not None:
-            progress(f"drawing {options.plot}")
-            plot.timeline(plan, options.plot)
-        if options.html is not None:
-            progress(f"writing {options.html}")
-            plan.to_html(options.html)
+    writes: list[Callable[[], object]] = []
     if options.save is not None:
-        plan.to_json(options.save)
-    deliver(options.json, plan.to_json, lambda screen: _show(plan, options, screen))
+        writes.append(lambda: plan.to_json(options.save))
+    if options.plot is not None:
+        writes.append(lambda: plot.timeline(plan, options.plot))
+    if options.html is not None:
+        writes.append(lambda: plan.to_html(options.html))
+    deliver(options.json, plan.to_json, lambda screen: _show(plan, options, screen), *writes)
     if any(note.startswith("interrupted") for note in plan.notes):
         return interrupted("this is the best plan found by then")
     return 0

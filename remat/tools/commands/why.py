@@ -24,7 +24,7 @@ from remat.plans.words import (
 from remat.tools.commands.plan import add_planning, made
 from remat.tools.terminal import flags
 from remat.tools.terminal.progress import Progress
-from remat.tools.terminal.screen import Cell, Column, Screen, deliver
+from remat.tools.terminal.screen import Cell, Column, Screen, check_places, deliver, warnings_shown
 
 __all__ = ["register"]
 
@@ -60,7 +60,10 @@ def register(commands: Any) -> None:
     flags.add_document(why)
 
 
+@warnings_shown()
 def _run(options: argparse.Namespace) -> int:
+    with flags.reading():
+        check_places(json=options.json)
     with Progress(verbose=options.verbose) as progress:
         plan = made(options, progress)
     with flags.reading():

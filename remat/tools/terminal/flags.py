@@ -185,11 +185,16 @@ def loaded(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, 
     except TargetError as error:
         raise error if error.is_there else UsageError(str(error)) from error
     wanted = (options.argnums,) if isinstance(options.argnums, int) else options.argnums
+    if not args:
+        raise UsageError(
+            f"{options.target} makes no arguments, so there is nothing to differentiate. The factory returns "
+            "(function, args) with at least one argument"
+        )
     wrong = [number for number in wanted if not -len(args) <= number < len(args)]
     if wrong:
         raise UsageError(
             f"argnums={wrong[0]} is out of range: {options.target} makes {len(args)} arguments; expected "
-            f"0 to {len(args) - 1}"
+            f"{'0' if len(args) == 1 else f'0 to {len(args) - 1}'}"
         )
     return function, args
 

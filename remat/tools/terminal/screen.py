@@ -9,14 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Cell", "Column", "Screen", "deliver"]
+from remat.core.errors import RematError, RematWarning
+
+__all__ = ["Cell", "Column", "PlaceError", "Screen", "check_places", "deliver", "warnings_shown"]
 
 Cell = str | tuple[str, str]
 """Text, or text with a style of rich's (`bold green`)."""
@@ -157,13 +162,72 @@ def _text(parts: Iterable[Cell]) -> Text:
     return text
 
 
+class PlaceError(RematError, OSError):
+    """A place that nothing can be written to."""
+
+
+def check_places(**places: Path | None) -> None:
+    """Checks, before any work is done, that files can be written where flags say; `-` is stdout.
+
+    Args:
+        **places: by the name of the flag, with `_` for `-`.
+
+    Raises:
+        PlaceError: one cannot be.
+    """
+    for name, place in places.items():
+        if place is None or str(place) == "-":
+            continue
+        what, folder = f"--{name.replace('_', '-')} {place}", place.parent
+        if place.is_dir():
+            raise PlaceError(f"{what} is a folder. Name a file in it")
+        if not folder.exists():
+            raise PlaceError(
+                f"{what}: there is no folder {folder}. Make it first: mkdir -p {folder}"
+            )
+        if not folder.is_dir():
+            raise PlaceError(f"{what}: {folder} is no folder. Name a file in a folder")
+        denied = place if place.exists() else folder
+        if not os.access(denied, os.W_OK):
+            raise PlaceError(f"{what}: {denied} may not be written to. Name another place")
+
+
+@contextmanager
+def warnings_shown() -> Iterator[None]:
+    """Shows warnings of ours on stderr in the style of errors, without the line of ours that they came from."""
+    with warnings.catch_warnings():
+        theirs = warnings.showwarning
+
+        def show(message: Any, category: Any, *place: Any, **options: Any) -> None:
+            if not issubclass(category, RematWarning):
+                theirs(message, category, *place, **options)
+                return
+            screen = Screen(is_error=True)
+            with screen.console.capture() as said:
+                screen.paragraph(" ".join(str(message).split()), first=("warning: ", "bold yellow"))
+            sys.stderr.write(said.get())  # which progress stands in for, to be drawn below
+
+        warnings.showwarning = show
+        yield
+
+
 def deliver(
-    place: Path | None, document: Callable[[], str], show: Callable[[Screen], None]
+    place: Path | None,
+    document: Callable[[], str],
+    show: Callable[[Screen], None],
+    *writes: Callable[[], object],
 ) -> None:
-    """Shows a result, and writes its document to a file; where the place is `-`, the document alone is printed."""
-    if str(place) == "-":
-        sys.stdout.write(document() + "\n")
-        return
-    if place is not None:
-        place.write_text(document() + "\n", encoding="utf-8")
-    show(Screen())
+    """Shows a result, then writes its document to a file, and what else there is to write.
+
+    Where the place is `-`, the document alone is printed. What cannot be shown is written nevertheless, and what
+    cannot be written loses nothing else.
+    """
+    with ExitStack() as stack:
+        for write in reversed(writes):
+            stack.callback(write)
+        if str(place) == "-":
+            sys.stdout.write(document() + "\n")
+            return
+        if place is not None:
+            stack.callback(lambda: place.write_text(document() + "\n", encoding="utf-8"))
+        show(Screen())
