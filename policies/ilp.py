@@ -110,8 +110,8 @@ class Ilp(BudgetPolicy):
         method: `search` never runs the integer program, `exact` always, `starts` not even the search; `auto` runs
             it where it pays.
         exact_limit: nodes up to which `auto` always runs the integer program.
-        seconds: limit on the processor time of one planning, whatever runs inside. A plan that hits it, or whose integer
-            program hits its share, may differ between runs.
+        seconds: limit on the processor time of one planning, whatever runs inside. A plan that hits it, or whose
+            integer program hits its share, may differ between runs.
         effort: proposals of the local search per node; its result is the same in every run, unless the time is up.
         tolerance: how far above the proven bound a plan may be, as a share of the program's cost, for a
             twentieth of that effort to be enough.

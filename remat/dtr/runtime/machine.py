@@ -302,7 +302,8 @@ class Machine:
         self._peak = max(self._peak, self._memory + need)
         arrays = [x.array if isinstance(x, Storage) else x for x in call.operands]
         # jax runs no compiled program under `jax.disable_jit`.
-        with jax.disable_jit(False) if jax.config.jax_disable_jit else nullcontext():
+        is_disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        with jax.disable_jit(False) if is_disabled else nullcontext():
             if self._costs == "measured":
                 results, cost = operator.timed(arrays)
                 self._learn(call, cost)
