@@ -46,7 +46,7 @@ endif
 
 help:
 	@echo "make demo     trains a small GPT with and without rematerialization"
-	@echo "make test     runs the tests that are not slow: minutes"
+	@echo "make test     runs the tests that are not slow: half an hour on two cores"
 	@echo "make test-all runs all tests, as CI does"
 	@echo "make setup    only makes the virtual environment in $(VENV)"
 	@echo "make lint     ruff, pyright and a check of the spelling"

@@ -179,7 +179,7 @@ class Wrapped:
         return flatten_call(args, kwargs, nums, names, self.is_traced)
 
     def traced(self, call: Call) -> _Traced:
-        barriers = self.barriers and not compat.in_loop_body()
+        barriers = self.barriers and not compat.in_loop_body(of_halves=True)
         planner, cache = self.planner, self.cache
         attempt = active_attempt(planner)
         if attempt is not None:  # `remat.fit` plans all wrappers anew

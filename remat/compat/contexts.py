@@ -79,12 +79,18 @@ def differentiated_now(inputs: Sequence[Any]) -> tuple[bool, ...] | None:
     return (False,) * len(inputs)
 
 
-def in_loop_body() -> bool:
+def in_loop_body(*, of_halves: bool = False) -> bool:
     """Whether the current trace is that of a `scan` or `while_loop` body, also through `vmap`/`grad`.
 
     A `jit` between the loop and the caller hides the loop: then the answer is False.
+
+    Args:
+        of_halves: only where differentiation makes two loops of it, one for each half. What is differentiated
+            within the body, as a loop over microbatches does it, has both halves side by side.
     """
     for trace in _current_traces():
+        if of_halves and isinstance(trace, _ad.JVPTrace | _ad.LinearizeTrace):
+            return False
         frame = getattr(trace, "frame", None)
         info = getattr(frame, "debug_info", None)
         if getattr(info, "traced_for", None) in ("scan", "fori_loop", "while_body"):
