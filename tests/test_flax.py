@@ -226,7 +226,7 @@ def test_what_a_checkpointed_loss_would_lose_of_nnx_modules_is_an_error(
         block.eval()
 
     def loss(block: NnxBlock, x: Any) -> Any:
-        return jnp.sum(block(x, 2.0) ** 2)
+        return jnp.sum(block(x) ** 2)
 
     step = nnx.value_and_grad(remat.checkpoint(loss))
     if deterministic:
