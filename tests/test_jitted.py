@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,3 +212,17 @@ def test_results_that_are_no_arrays() -> None:
     got = jitted(step, (model, X), {}).trace(model, X).lower().compile()(model, X)
     assert got["f"] is jnp.tanh and type(got["model"].rate) is float and int(got["n"]) == 3
     np.testing.assert_allclose(got["model"].weight, jnp.eye(2) * X.sum(), rtol=1e-5)
+
+
+def test_static_arguments_that_are_passed_by_name_make_no_other_static() -> None:
+    class Model(NamedTuple):
+        weights: Any
+        act: Any  # a leaf that is no array: the model is split
+
+    def step(model: Model, x: Any, double: bool = False) -> Any:
+        return jnp.sum(model.act(model.weights * x)) * (2 if double else 1)
+
+    args = Model(jnp.ones(3), jnp.tanh), jnp.arange(3.0)
+    assert jitted(step, args, {}, static_argnums=(2,))(*args) == step(*args)
+    report = remat.compile_report(step, *args, static_argnums=2, device="cpu")
+    assert report.argument_bytes == 2 * 3 * 4

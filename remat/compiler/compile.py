@@ -37,7 +37,7 @@ from remat.compiler.toolchain import version_of
 from remat.core.devices import Device
 from remat.core.errors import CompileError, DeviceMemoryError
 from remat.trace.calls import as_tuple
-from remat.trace.jitted import jitted
+from remat.trace.jitted import jitted, places_of
 
 __all__ = [
     "CPU_COMPILER_OPTIONS",
@@ -275,7 +275,7 @@ def trace_step(
     target = find_target(device, (compiler_options or {}).get(DATA_DIR_OPTION))
     options = _merged_options(target.platform, compiler_options, keep_barriers)
     static, donated = as_tuple(static_argnums), as_tuple(donate_argnums)
-    skipped = {number % len(args) for number in static} if args else set()
+    skipped = places_of(static, len(args))
     shapes = [a if i in skipped else target.shapes_of(a) for i, a in enumerate(args)]
     call = (tuple(shapes), target.shapes_of(kwargs))
     start = time.perf_counter()

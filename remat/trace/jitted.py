@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax
 from remat.core.errors import CompileError, TraceError
 from remat.trace.calls import Call, Results, flatten_call, in_models, is_array, split_results
 
-__all__ = ["has_nnx_modules", "jitted", "modules_unchanged"]
+__all__ = ["has_nnx_modules", "jitted", "modules_unchanged", "places_of"]
 
 
 def jitted(
@@ -44,12 +44,17 @@ def jitted(
         from flax import nnx
 
         return nnx.jit(f, static_argnums=static_argnums, donate_argnums=donate_argnums)
-    static = {number % len(args) for number in static_argnums} if args else set()
+    static = places_of(static_argnums, len(args))
     dynamic = ([a for i, a in enumerate(args) if i not in static], kwargs)
     as_jax = jax.jit(f, static_argnums=static_argnums, donate_argnums=donate_argnums)
     if not _has_fields(dynamic):
         return as_jax
     return _Split(f, None if _needs_split(dynamic) else as_jax, static_argnums, donate_argnums)
+
+
+def places_of(numbers: Iterable[int], count: int) -> frozenset[int]:
+    """Places of arguments among `count` that are passed by position; one that is passed by name has none."""
+    return frozenset(n % count for n in numbers if -count <= n < count)
 
 
 def has_nnx_modules(tree: Any) -> bool:
@@ -135,8 +140,8 @@ class _Split:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Stage:
         count = len(args)
-        static = {i % count: args[i] for i in self.static_argnums} if count else {}
-        donated = {i % count for i in self.donate_argnums} if count else set()
+        static = {i: args[i] for i in places_of(self.static_argnums, count)}
+        donated = places_of(self.donate_argnums, count)
         positions = [i for i in range(count) if i not in static]
         call = flatten_call(tuple(args[i] for i in positions), kwargs)
         results: list[Results] = []
