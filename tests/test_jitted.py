@@ -215,14 +215,14 @@ def test_results_that_are_no_arrays() -> None:
 
 
 def test_static_arguments_that_are_passed_by_name_make_no_other_static() -> None:
-    class Model(NamedTuple):
+    class Pair(NamedTuple):
         weights: Any
         act: Any  # a leaf that is no array: the model is split
 
-    def step(model: Model, x: Any, double: bool = False) -> Any:
+    def step(model: Pair, x: Any, double: bool = False) -> Any:
         return jnp.sum(model.act(model.weights * x)) * (2 if double else 1)
 
-    args = Model(jnp.ones(3), jnp.tanh), jnp.arange(3.0)
+    args = Pair(jnp.ones(3), jnp.tanh), jnp.arange(3.0)
     assert jitted(step, args, {}, static_argnums=(2,))(*args) == step(*args)
     report = remat.compile_report(step, *args, static_argnums=2, device="cpu")
     assert report.argument_bytes == 2 * 3 * 4
