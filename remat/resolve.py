@@ -165,9 +165,7 @@ def parse_confirm(confirm: Any) -> Confirm | None:
         confirm = os.environ.get(_VARIABLE, "").strip().lower() or "auto"
     if isinstance(confirm, bool):
         return Confirm() if confirm else None
-    if (
-        isinstance(confirm, str) and confirm.isdecimal()
-    ):  # as environments and command lines have it
+    if isinstance(confirm, str) and confirm.isdecimal():  # as environments have it
         confirm = int(confirm)
     if isinstance(confirm, Integral):
         return Confirm(compiles=int(confirm)) if confirm else None

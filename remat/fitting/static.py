@@ -8,6 +8,7 @@ from typing import Any
 
 from remat.core.errors import CompileError, shown
 from remat.trace.calls import key_of
+from remat.trace.jitted import places_of
 
 __all__ = ["Static"]
 
@@ -62,8 +63,7 @@ class Static:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str | int, Any], tuple[Any, ...], dict[str, Any]]:
         """The static arguments, by name where they have one, and the others."""
-        # As in jax, numbers below 0 count from the end of the call.
-        numbers = {n + len(args) if n < 0 else n for n in self._numbers}
+        numbers = places_of(self._numbers, len(args))
         values: dict[str | int, Any] = {
             self._positional[i] if i < len(self._positional) else i: arg
             for i, arg in enumerate(args)

@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 
+from remat.plans.writing import write_whole
 from remat.tools.alone import JaxDevice, one_line
 
 __all__ = ["CostsFile", "kind_of"]
@@ -97,8 +97,7 @@ class CostsFile:
         )
 
     def _write(self) -> None:
-        folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with _quiet():  # of a file that is no good `__init__` has told
             self.entries = {**self._read(), **self.entries}
         data = {
@@ -107,15 +106,7 @@ class CostsFile:
             "jax": jax.__version__,
             "seconds": dict(sorted(self.entries.items())),
         }
-        handle, name = tempfile.mkstemp(dir=folder, prefix=self.path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file, indent=1)
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(self.path, json.dumps(data, indent=1))
 
 
 @contextlib.contextmanager

@@ -53,7 +53,10 @@ def jitted(
 
 
 def places_of(numbers: Iterable[int], count: int) -> frozenset[int]:
-    """Places of arguments among `count` that are passed by position; one that is passed by name has none."""
+    """Places of arguments among `count` that are passed by position; one that is passed by name has none.
+
+    As in jax, numbers below 0 count from the end of the call.
+    """
     return frozenset(n % count for n in numbers if -count <= n < count)
 
 
