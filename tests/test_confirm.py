@@ -150,6 +150,31 @@ def test_where_everything_fits_nothing_has_to_be_repeated() -> None:
     assert plan.recompute_flops == 0
 
 
+@pytest.mark.parametrize("policy", [QUICK, "min_cut", "full"])
+@pytest.mark.parametrize("name", ["matmuls", "softmax", "maximum", "tiny"])
+def test_where_only_the_plain_program_fits_names_choose_it_too(name: str, policy: Any) -> None:
+    function: Callable[[jax.Array], jax.Array] = {
+        "matmuls": lambda x: jnp.sum(jnp.tanh(x @ x.T) @ x),
+        "softmax": lambda x: jnp.sum(jax.nn.log_softmax(x @ x.T)),
+        "maximum": lambda x: jnp.max(jnp.sin(x) * jnp.cos(x)),
+        "tiny": lambda x: jnp.sum(jnp.sin(jnp.sin(x[0, :4]))),
+    }[name]
+
+    def temp_bytes(function: Callable[[jax.Array], jax.Array]) -> int:
+        both = jax.grad(function), jax.value_and_grad(function)
+        return max(remat.compile_report(step, x, device="cpu").temp_bytes for step in both)
+
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    options: dict[str, Any] = {"remat_policy": policy, "confirm": "cpu", "lowering": "policy"}
+    plan = remat.plan(function, x, budget=1.0, **options)
+    wrapped = remat.checkpoint(function, remat_policy=plan, lowering="policy")
+    assert temp_bytes(wrapped) == plan.expected_peak_bytes <= temp_bytes(function)
+    np.testing.assert_allclose(jax.grad(wrapped)(x), jax.grad(function)(x), rtol=1e-5, atol=1e-6)
+    if plan.is_plain:
+        assert plan.policy is jax.checkpoint_policies.everything_saveable
+        np.testing.assert_array_equal(jax.grad(plan.annotate(function))(x), jax.grad(function)(x))
+
+
 def test_a_refusal_names_what_was_compiled_and_that_can_be_met() -> None:
     options: dict[str, Any] = {"remat_policy": QUICK, "confirm": "cpu"}
     with pytest.raises(BudgetError, match="programs compiled for cpu the smallest takes") as caught:

@@ -27,7 +27,6 @@ from remat.planning.confirm import confirmed
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
 from remat.plans.record import Confirmed
-from remat.policies import Unchanged
 from remat.trace.program import Program, evaluate
 
 __all__ = ["plan_and_confirm"]
@@ -75,13 +74,7 @@ def plan_and_confirm(
             say(f"{asked.policy.name}: compiling")
             found = compiled(staged, compiled(staged, None))
             return Staged(staged.joint, replace(staged.plan, confirmed=found))
-        staged, plan = confirmed(
-            asked,
-            asked.confirm.compiles,
-            make,
-            compiled,
-            takes_plain=not room.name_values,  # what it keeps has no names
-        )
+        staged, plan = confirmed(asked, asked.confirm.compiles, make, compiled)
     except CompileError as error:
         if asked.confirm.device != "auto":
             raise
@@ -172,8 +165,6 @@ def _compiled(
             given = list(inputs)
             for index, value in zip(wanted, values, strict=True):
                 given[index] = value
-            if staged.plan.policy_name == Unchanged.name:
-                return evaluate(room.program, given)
             return annotate_program(room.program, staged.plan, given, prevent_cse=True)
 
         results, pull = jax.vjp(of_wanted, *(inputs[i] for i in wanted))

@@ -64,6 +64,8 @@ def annotate_program(
     Raises:
         PlanError: the plan belongs to another program, or keeps values the program does not have.
     """
+    if plan.is_plain:
+        return evaluate(program, inputs)
     names = _names(program, plan)
     program = with_single_instances(program, instances_of(plan.graph))
     policy = jax.checkpoint_policies.save_only_these_names(*sorted(names.values()))

@@ -283,8 +283,6 @@ def confirmed(
     max_compiles: int,
     make: Callable[[Planner], M],
     compiled: Callable[[M, Confirmed | None], Confirmed],
-    *,
-    takes_plain: bool = True,
 ) -> tuple[M, Plan]:
     """Returns a function with a plan whose compiled program is within the planner's budget, and that plan.
 
@@ -295,7 +293,6 @@ def confirmed(
         compiled: what the compiler says of what was made, with None of the gradient alone; given that, of whatever
             will be run and takes more. The latter is asked of what is to be returned, and of the program without
             rematerialization.
-        takes_plain: whether the program without rematerialization may be taken as it is.
 
     Raises:
         BudgetError: no compiled program fits; the message has the smallest.
@@ -343,7 +340,7 @@ def confirmed(
             trials = search.further(knob, plain, searched(trials, spared=1), left=left)
         trials = search.below(knob, plain, trials, left=left, others=anchors)
     while True:
-        fitting = [t for t in trials if t.fits and (takes_plain or t is not plain)]
+        fitting = [t for t in trials if t.fits]
         if not fitting:
             raise_interrupt()
             if all(trial.is_failure for trial in trials) and bench.failure is not None:

@@ -40,6 +40,8 @@ class Plan(PlanRecord):
         """
         import jax
 
+        if self.is_plain:
+            return jax.checkpoint_policies.everything_saveable
         names = {*self.policy_names()}
         for entry in self.loops:
             names.update(entry.plan.policy_names())
@@ -57,7 +59,8 @@ class Plan(PlanRecord):
         """
         from remat.api import checkpoint
 
-        self.policy_names()
+        if not self.is_plain:
+            self.policy_names()
         return checkpoint(fun, remat_policy=self, lowering="policy", **options)
 
     def loop(self, path: str) -> Plan:

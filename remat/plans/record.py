@@ -209,6 +209,16 @@ class PlanRecord:
         """The best that is known of what it takes: as compiled, if the compiler was asked, else as predicted."""
         return self.peak_bytes if self.confirmed is None else self.confirmed.temp_bytes
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an operator runs again in the backward pass, here or in a loop's body."""
+        return bool(self.recomputed) or any(entry.plan.repeats for entry in self.loops)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the function as it is carries the plan out: it repeats nothing, and chose by names."""
+        return not self.repeats and any(value.primal is not None for value in self.graph.values)
+
     def policy_names(self) -> tuple[str, ...]:
         """Returns the names that stand for the kept values in `policy` and `annotate`.
 
