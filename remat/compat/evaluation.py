@@ -13,7 +13,8 @@ from jax._src import source_info_util as _source_info
 
 from remat.compat.barriers import tied
 from remat.compat.contexts import CPU_UNDOES_REMATERIALIZATION
-from remat.compat.equations import source_of
+from remat.compat.equations import has_rule, source_of
+from remat.compat.types import array_like
 
 __all__ = [
     "at_site",
@@ -52,6 +53,8 @@ def evaluate_equation(
     if _OURS in eqn.params:
         with at_site(eqn, site):
             return [eqn.params[_OURS](x) for x in inputs]
+    if has_rule(eqn):  # which is handed what it is called with, and expects arrays of jax
+        inputs = [_as_array(x, v.aval) for x, v in zip(inputs, eqn.invars, strict=True)]
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     extra: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # before jax 0.10.1: (functions, params)
@@ -59,6 +62,11 @@ def evaluate_equation(
     with at_site(eqn, site), eqn.ctx.manager:
         out = eqn.primitive.bind(*extra, *inputs, **bind_params)
     return out if eqn.primitive.multiple_results else (out,)
+
+
+def _as_array(value: Any, aval: Any) -> Any:
+    """A constant of NumPy, or a number, as an array of jax."""
+    return value if isinstance(value, jax.Array) else array_like(value, aval)
 
 
 def comparison_like(eqn: JaxprEqn, name: str, invars: Sequence[Any]) -> JaxprEqn:

@@ -87,6 +87,12 @@ def plan_and_confirm(
     return Staged(staged.joint, plan)
 
 
+def _is_loss(room: Room, staged: Staged) -> bool:
+    """Whether the first result with a gradient is a scalar: a loss, and what is beside it is not differentiated."""
+    joint = staged.joint
+    return room.barriers and joint.program.avals[joint.program.inputs[joint.num_inputs]].shape == ()
+
+
 def _device(planner: PolicyPlanner) -> tuple[str | None, str]:
     """The device to compile for, None for the attached one; or why there is none."""
     assert planner.confirm is not None
@@ -138,9 +144,9 @@ def _compiled(
 
     What is evaluated beside them is part of every program.
 
-    A loss, which has one scalar to differentiate, is compiled as it is used: its cotangent is one, and as
-    `jax.grad` has it, without the results. XLA orders that otherwise than with them, by several per cent of the
-    memory: given what was found of it, the loss is compiled as `jax.value_and_grad` has it, and the larger counts.
+    A loss is compiled as it is used: its cotangent is one, results beside it have none, and as `jax.grad` has it,
+    without the loss itself. XLA orders that otherwise than with it, by several per cent of the memory: given what
+    was found of it, the loss is compiled as `jax.value_and_grad` has it, and the larger counts.
 
     Raises:
         CompileError: it cannot be compiled alone, or not for this device.
@@ -148,40 +154,40 @@ def _compiled(
     program = staged.joint.program
     if any(map(compat.is_tracer, program.constants.values())):
         raise CompileError("the function closes over values of a transformation around it")
-    count = staged.joint.num_inputs
+    count, differentiated = staged.joint.num_inputs, staged.joint.cotangent_outputs
     shapes = [_shape(program, v) for v in program.inputs]
-    is_loss = room.barriers and [x.shape for x in shapes[count:]] == [()]
+    is_loss = _is_loss(room, staged)
 
     def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         results, kept = staged.forward(inputs)
+        beside = evaluate(aside, inputs)
         if not room.barriers:  # in a loop's body: there the two halves are in loops of their own
             kept, cotangents = jax.lax.optimization_barrier((kept, list(cotangents)))
-        return results, staged.backward(kept, cotangents)
+        return results, staged.backward(kept, cotangents), beside
 
     def by_policy(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         wanted = [i for i, flag in enumerate(staged.joint.perturbed) if flag]
+        given = [(i, x) for i, x in zip(differentiated, cotangents, strict=True) if x is not None]
 
-        def of_wanted(*values: Any) -> list[Any]:
-            given = list(inputs)
+        def of_wanted(*values: Any) -> tuple[list[Any], list[Any]]:
+            full = list(inputs)
             for index, value in zip(wanted, values, strict=True):
-                given[index] = value
-            return annotate_program(room.program, staged.plan, given, prevent_cse=True)
+                full[index] = value
+            results = annotate_program(room.program, staged.plan, full, prevent_cse=True)
+            return [results[i] for i, _ in given], results
 
-        results, pull = jax.vjp(of_wanted, *(inputs[i] for i in wanted))
-        given = dict(zip(staged.joint.cotangent_outputs, cotangents, strict=True))
-        none = ((i, np.zeros(x.shape, jax.dtypes.float0)) for i, x in enumerate(results))
-        return results, pull([given.get(i, zero) for i, zero in none])
+        _, pull, results = jax.vjp(of_wanted, *(inputs[i] for i in wanted), has_aux=True)
+        beside = evaluate(aside, inputs)
+        return results, pull([x for _, x in given]), beside
 
-    planned = by_policy if room.name_values else step
-
-    def run(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        return *planned(inputs, cotangents), evaluate(aside, inputs)
+    run = by_policy if room.name_values else step
 
     def of_loss(inputs: Sequence[Any]) -> Any:
-        return run(inputs, [jnp.ones((), shapes[-1].dtype)])
+        return run(inputs, [jnp.ones((), shapes[count].dtype), *[None] * (len(differentiated) - 1)])
 
     def gradients(inputs: Sequence[Any]) -> Any:
-        return of_loss(inputs)[1:]
+        results, *others = of_loss(inputs)
+        return [x for i, x in enumerate(results) if i != differentiated[0]], others
 
     def numbers(function: Callable[..., Any], *args: Any) -> Confirmed:
         return compiled_numbers(trace_step(function, args, {}, device=device))

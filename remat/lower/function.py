@@ -221,15 +221,10 @@ class StagedFunction:
 
         def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
             staged = residuals.staged
-            given = [cotangents[i] for i in staged.joint.cotangent_outputs]
-            gradients = iter(staged.backward(residuals.arrays, list(map(_instantiate, given))))
+            given = (cotangents[i] for i in staged.joint.cotangent_outputs)
+            known = [None if isinstance(x, SymbolicZero) else x for x in given]
+            gradients = iter(staged.backward(residuals.arrays, known))
             return tuple(next(gradients) if flag else None for flag in staged.joint.perturbed)
 
         call.defvjp(forward, backward, symbolic_zeros=True)
         return call
-
-
-def _instantiate(cotangent: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        return compat.zeros_of(cotangent.aval)
-    return cotangent

@@ -20,6 +20,7 @@ from remat.compat.barriers import tied
 from remat.core.forms import form_of
 from remat.core.graph import Graph, Value
 from remat.lower.encode import decode, encode
+from remat.lower.zeros import Zeros
 from remat.plans.liveness import read_before_made
 from remat.plans.plan import Plan
 from remat.plans.steps import Step
@@ -51,6 +52,7 @@ class Staged:
         self.plan = plan
         self._forward_jit = jax.jit(self._run_forward)
         self._backward_jit = jax.jit(self._run_backward)
+        self._zeros_without: dict[tuple[int, ...], Zeros] = {}
 
     @cached_property
     def crossing(self) -> _Crossing:
@@ -76,7 +78,7 @@ class Staged:
         return outputs, [*through, *kept]
 
     def _run_forward(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        machine = _Machine(self.joint, self.plan.graph)
+        machine = _Machine(self.joint, self.plan.graph, self._zeros(()))
         program = self.joint.program
         machine.env.update(zip(program.inputs[: self.joint.num_inputs], inputs, strict=True))
         machine.run(self.plan.schedule.forward)
@@ -106,24 +108,38 @@ class Staged:
         return frozenset(v for v in self.crossing.raw if v not in left and not _is_spread(graph, v))
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Returns one gradient per perturbed input; `cotangents` are those of the inexact results."""
+        """Returns one gradient per perturbed input.
+
+        Args:
+            residuals: as `forward` returns them.
+            cotangents: of the inexact results, None for zeros. A gradient that is zero because they are is None.
+        """
         args = (list(residuals), list(cotangents))
-        run = self._backward_jit if are_concrete([*residuals, *cotangents]) else self._run_backward
+        given = [x for x in cotangents if x is not None]
+        run = self._backward_jit if are_concrete([*residuals, *given]) else self._run_backward
         return run(*args)
 
+    def _zeros(self, without: tuple[int, ...]) -> Zeros:
+        """What is zero without some of the cotangents."""
+        if without not in self._zeros_without:
+            self._zeros_without[without] = Zeros(self.joint.program, without)
+        return self._zeros_without[without]
+
     def _run_backward(self, residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-        machine, crossing = _Machine(self.joint, self.plan.graph), self.crossing
+        names = self.joint.program.inputs[self.joint.num_inputs :]
+        pairs = list(zip(names, cotangents, strict=True))
+        zeros = self._zeros(tuple(v for v, cotangent in pairs if cotangent is None))
+        machine, crossing = _Machine(self.joint, self.plan.graph, zeros), self.crossing
         through, raw = len(crossing.inputs), (*crossing.inputs, *crossing.raw)
         machine.env.update(zip(raw, residuals[: len(raw)], strict=True))
         machine.env.update((v, self._stacked(v, machine.env[v])) for v in raw[through:])
         machine.bits.update(zip(crossing.bits, residuals[len(raw) :], strict=True))
-        names = self.joint.program.inputs[self.joint.num_inputs :]
-        machine.env.update(zip(names, cotangents, strict=True))
+        machine.env.update((v, cotangent) for v, cotangent in pairs if cotangent is not None)
         machine.run(self.plan.schedule.backward)
         program = self.joint.program
         wanted = [v for v, flag in zip(program.inputs, self.joint.perturbed, strict=False) if flag]
         return [
-            compat.array_like(machine.read(atom), program.avals[v])
+            None if atom in zeros else compat.array_like(machine.read(atom), program.avals[v])
             for v, atom in zip(wanted, self.joint.gradient_atoms, strict=True)
         ]
 
@@ -149,8 +165,9 @@ def _lowest(value: Value) -> int:
 class _Machine:
     """Executes schedule steps in the current trace."""
 
-    def __init__(self, joint: Joint, graph: Graph) -> None:
+    def __init__(self, joint: Joint, graph: Graph, zeros: Zeros) -> None:
         self.joint = joint
+        self.zeros = zeros
         self.graph = graph  # the plan's, which says in which form a value is kept
         self.env: dict[int, Any] = dict(joint.program.constants)
         self.bits: dict[int, Any] = {}
@@ -171,16 +188,18 @@ class _Machine:
         self.env.update(self._results(equation, self.env))
 
     def _results(self, equation: Equation, env: Mapping[int, Any]) -> dict[int, Any]:
-        operands = [a.value if isinstance(a, Literal) else env[a] for a in equation.inputs]
-        results = list(compat.evaluate_equation(equation.source, operands, equation.site))
+        results = self.zeros.results(equation, env)
         for position, rule in equation.rules:
+            value = equation.outputs[position]
+            if value not in results:
+                continue
             known = ChainMap(self.env, self.aside)
-            if all(isinstance(atom, Literal) or atom in known for atom in rule.inputs):
-                inputs = [a.value if isinstance(a, Literal) else known[a] for a in rule.inputs]
-                results[position] = with_rule(rule, results[position], inputs)
+            if all(isinstance(a, Literal) or a in known or a in self.zeros for a in rule.inputs):
+                inputs = [self.zeros.read(atom, known) for atom in rule.inputs]
+                results[value] = with_rule(rule, results[value], inputs)
             else:
-                results[position] = without_rule(rule, results[position])
-        return dict(zip(equation.outputs, results, strict=True))
+                results[value] = without_rule(rule, results[value])
+        return results
 
     def _find(self, rule: Rule) -> None:
         """Makes what a rule reads, as far as it can be made from what there is; nothing else reads it."""
@@ -190,14 +209,15 @@ class _Machine:
         while todo:
             value = todo[-1]
             producer = values[value].producer
-            if value in known or value in self.missing:
+            if value in known or value in self.missing or value in self.zeros:
                 todo.pop()
             elif producer is None or program.equations[producer].source.effects:
                 self.missing.add(value)
             else:
                 equation = program.equations[producer]
                 rules = (a for _, rule in equation.rules for a in rule.inputs if isinstance(a, int))
-                wanted = [v for v in (*equation.reads, *rules) if v not in known]
+                reads = (*equation.reads, *rules)
+                wanted = [v for v in reads if v not in known and v not in self.zeros]
                 rest = [v for v in wanted if v not in self.missing]
                 if rest:
                     todo += rest
@@ -232,6 +252,8 @@ class _Machine:
         # mesh axes are tied separately.
         groups: dict[Any, list[tuple[dict[int, Any], int]]] = {}
         for value in step.values:
+            if value in self.zeros:
+                continue
             place = self.bits if value in self.bits else self.env
             array = jax.tree.leaves(place[value])[0]  # an encoded value may be several arrays
             groups.setdefault(compat.varying_axes(array), []).append((place, value))

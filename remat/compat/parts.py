@@ -1,0 +1,76 @@
+"""Equations with a body, run with another one that takes some of their operands and makes some of their results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from remat.compat.barriers import tied
+from remat.compat.equations import name_of, open_jaxpr, sub_jaxprs
+from remat.compat.evaluation import at_site
+from remat.compat.loops import run_scan, scan_parts
+
+__all__ = ["part_body", "run_part"]
+
+JaxprEqn = Any
+
+_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def part_body(eqn: JaxprEqn) -> Any | None:
+    """Returns the jaxpr of a body that takes the operands of its equation and makes its results; None if not so.
+
+    Of a loop it is that of one iteration.
+    """
+    name = name_of(eqn)
+    if scan_parts(eqn) is None and name not in {*_CALLS, *_REGIONS, "shard_map"}:
+        return None
+    bodies = sub_jaxprs(eqn)
+    fits = len(bodies) == 1 and len(open_jaxpr(bodies[0])[0].invars) == len(eqn.invars)
+    return bodies[0] if fits else None
+
+
+def run_part(
+    eqn: JaxprEqn,
+    body: Callable[..., Sequence[Any]],
+    operands: Sequence[Any],
+    given: Sequence[bool],
+    wanted: Sequence[bool],
+    site: JaxprEqn | None = None,
+) -> list[Any]:
+    """Returns some of the results that an equation has with another body.
+
+    Args:
+        eqn: has a `part_body`.
+        body: what it runs instead, of the operands that are given to the results that are wanted.
+        operands: those that are given.
+        given, wanted: which they are. What a loop carries on is given where it is wanted.
+        site: as of `evaluate_equation`.
+    """
+    with at_site(eqn, site), eqn.ctx.manager:
+        parts = scan_parts(eqn)
+        if parts is not None:
+            consts, carry = parts.num_consts, parts.num_consts + parts.num_carry
+            numbers = {"num_consts": sum(given[:consts]), "num_carry": sum(given[consts:carry])}
+            return run_scan(replace(parts, **numbers), body, operands)
+        name, params = name_of(eqn), eqn.params
+        if name == "shard_map":
+            mapped = jax.shard_map(
+                lambda *values: tuple(body(*values)),
+                mesh=params["mesh"],
+                in_specs=tuple(itertools.compress(params["in_specs"], given)),
+                out_specs=tuple(itertools.compress(params["out_specs"], wanted)),
+                axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+                check_vma=params["check_vma"],
+            )
+            return list(mapped(*operands))
+        if name in _REGIONS:
+            if params["differentiated"] and params["prevent_cse"]:
+                operands = [tied([x])[0] for x in operands]
+            body = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        return list(body(*operands))
