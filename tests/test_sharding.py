@@ -119,3 +119,39 @@ def test_shardings_that_are_part_of_the_type(policies: tuple[str, ...]) -> None:
     """Masks are packed, and pools undone, where jax asks how every result is sharded."""
     program = EXPLICIT.replace("POLICIES", repr(policies))
     assert "gradients agree" in run_on_devices(program, 4)
+
+
+PART = """
+import jax, jax.numpy as jnp, remat, warnings
+from jax.sharding import AxisType, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+w, x = jnp.full((16, 16), 0.1), jnp.ones((64, 16))
+
+def loss(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+def step(confirm, checked):
+    part = remat.checkpoint(loss, budget=1.0, confirm=confirm)
+    def local(w, x):
+        return jax.lax.pmean(jax.grad(part)(w, x), "d")
+    specs = dict(mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=checked)
+    return jax.jit(jax.shard_map(local, **specs))(w, x)
+
+step("cpu", False)
+for confirm in ("cpu", "attached"):
+    try:
+        step(confirm, True)
+    except remat.CompileError as error:
+        assert "differs over its axes ['d']" in str(error) and "open an issue" not in str(error)
+    else:
+        raise AssertionError("compiled alone")
+step(False, True)
+print("refused in our words")
+"""
+
+
+def test_what_differs_over_a_mesh_is_not_compiled_alone() -> None:
+    assert "refused in our words" in run_on_devices(PART, 4)

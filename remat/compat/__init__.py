@@ -65,7 +65,7 @@ from remat.compat.loops import (
     scan_parts,
     trace_chunk,
 )
-from remat.compat.parts import part_body, run_part
+from remat.compat.parts import part_bodies, run_part
 from remat.compat.shardings import explicit_axes, num_shards, reshape, reshard_like
 from remat.compat.sizes import equation_with_sizes, with_sizes
 from remat.compat.types import (
@@ -124,7 +124,7 @@ __all__ = [
     "name_of",
     "names_of_policy",
     "open_jaxpr",
-    "part_body",
+    "part_bodies",
     "plain_params",
     "rounding_after",
     "run_chunks",

@@ -14,7 +14,7 @@ from remat.compat.equations import name_of, open_jaxpr, sub_jaxprs
 from remat.compat.evaluation import at_site
 from remat.compat.loops import run_scan, scan_parts
 
-__all__ = ["part_body", "run_part"]
+__all__ = ["part_bodies", "run_part"]
 
 JaxprEqn = Any
 
@@ -22,36 +22,37 @@ _CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 
 
-def part_body(eqn: JaxprEqn) -> Any | None:
-    """Returns the jaxpr of a body that takes the operands of its equation and makes its results; None if not so.
+def part_bodies(eqn: JaxprEqn) -> list[Any]:
+    """Returns the jaxprs that make an equation's results of its operands; none if they are not so.
 
-    Of a loop it is that of one iteration.
+    Of a loop it is that of one iteration, of a choice they are its branches: of all operands but the first.
     """
-    name = name_of(eqn)
-    if scan_parts(eqn) is None and name not in {*_CALLS, *_REGIONS, "shard_map"}:
-        return None
-    bodies = sub_jaxprs(eqn)
+    name, bodies = name_of(eqn), sub_jaxprs(eqn)
+    if name == "cond":
+        return [] if "branches_platforms" in eqn.params else bodies
+    is_known = scan_parts(eqn) is not None or name in {*_CALLS, *_REGIONS, "shard_map"}
     fits = len(bodies) == 1 and len(open_jaxpr(bodies[0])[0].invars) == len(eqn.invars)
-    return bodies[0] if fits else None
+    return bodies if is_known and fits else []
 
 
 def run_part(
     eqn: JaxprEqn,
-    body: Callable[..., Sequence[Any]],
+    bodies: Sequence[Callable[..., Sequence[Any]]],
     operands: Sequence[Any],
     given: Sequence[bool],
     wanted: Sequence[bool],
     site: JaxprEqn | None = None,
 ) -> list[Any]:
-    """Returns some of the results that an equation has with another body.
+    """Returns some of the results that an equation has with other bodies.
 
     Args:
-        eqn: has a `part_body`.
-        body: what it runs instead, of the operands that are given to the results that are wanted.
+        eqn: has `part_bodies`.
+        bodies: what it runs instead, of the operands that are given to the results that are wanted.
         operands: those that are given.
         given, wanted: which they are. What a loop carries on is given where it is wanted.
         site: as of `evaluate_equation`.
     """
+    body = bodies[0]
     with at_site(eqn, site), eqn.ctx.manager:
         parts = scan_parts(eqn)
         if parts is not None:
@@ -59,6 +60,9 @@ def run_part(
             numbers = {"num_consts": sum(given[:consts]), "num_carry": sum(given[consts:carry])}
             return run_scan(replace(parts, **numbers), body, operands)
         name, params = name_of(eqn), eqn.params
+        if name == "cond":
+            index, *rest = operands
+            return list(jax.lax.switch(jax.numpy.int32(index), bodies, *rest))
         if name == "shard_map":
             mapped = jax.shard_map(
                 lambda *values: tuple(body(*values)),

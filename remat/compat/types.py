@@ -18,17 +18,12 @@ __all__ = [
 ]
 
 
-def _varying(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value inside `shard_map` differs; jax has spelt this in two ways."""
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the mesh axes over which a value inside `shard_map` differs; jax has spelt this in two ways."""
     axes = getattr(aval, "manual_axis_type", None)
     return (
         frozenset(axes.varying) if axes is not None else frozenset(getattr(aval, "vma", ()) or ())
     )
-
-
-def varying_axes(value: Any) -> frozenset[str]:
-    """Returns the mesh axes over which an array inside `shard_map` differs."""
-    return _varying(jax.typeof(value))
 
 
 def cotangent_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -39,7 +34,7 @@ def cotangent_of(aval: Any) -> jax.ShapeDtypeStruct:
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and placement of an abstract value, as an argument to trace with."""
     extra: dict[str, Any] = {}
-    if _varying(aval):
+    if varying_axes(aval):
         key = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
         extra[key] = getattr(aval, key)
     sharding = getattr(aval, "sharding", None)
@@ -57,7 +52,7 @@ def array_like(value: Any, aval: Any) -> Any:
 def zeros_of(aval: Any) -> Any:
     """Returns zeros of an abstract value, varying over mesh axes as it says."""
     zeros = jax.numpy.zeros(aval.shape, aval.dtype)
-    axes = tuple(sorted(_varying(aval)))
+    axes = tuple(sorted(varying_axes(aval)))
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 

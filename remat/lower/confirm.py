@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from remat import compat
 from remat.compiler.compile import trace_step
@@ -32,6 +31,7 @@ from remat.trace.program import Program, evaluate
 __all__ = ["plan_and_confirm"]
 
 _MUCH = 0.01  # of a budget: what is not counted, and said
+_BESIDE = "compiled as a loss, the first result; the others are not differentiated (jax.grad with has_aux=True)"
 
 
 def plan_and_confirm(
@@ -72,9 +72,9 @@ def plan_and_confirm(
         if asked.budget is None:
             staged = make(planner)
             say(f"{asked.policy.name}: compiling")
-            found = compiled(staged, compiled(staged, None))
-            return Staged(staged.joint, replace(staged.plan, confirmed=found))
-        staged, plan = confirmed(asked, asked.confirm.compiles, make, compiled)
+            plan = replace(staged.plan, confirmed=compiled(staged, compiled(staged, None)))
+        else:
+            staged, plan = confirmed(asked, asked.confirm.compiles, make, compiled)
     except CompileError as error:
         if asked.confirm.device != "auto":
             raise
@@ -84,6 +84,8 @@ def plan_and_confirm(
             stacklevel=2,
         )
         return _unconfirmed(make(planner), asked, "the compiler failed", aside)
+    if _is_loss(room, staged) and len(staged.joint.cotangent_outputs) > 1:
+        plan = replace(plan, notes=(*plan.notes, _BESIDE))
     return Staged(staged.joint, plan)
 
 
@@ -154,6 +156,13 @@ def _compiled(
     program = staged.joint.program
     if any(map(compat.is_tracer, program.constants.values())):
         raise CompileError("the function closes over values of a transformation around it")
+    axes = {axis for v in program.inputs for axis in compat.varying_axes(program.avals[v])}
+    if axes:
+        raise CompileError(
+            f"the function is a part of a shard_map and differs over its axes {sorted(axes)}: it cannot be "
+            "compiled alone. confirm=False meets the budget as predicted; shard_map(check_vma=False) lets parts without "
+            "collectives be compiled; remat.fit compiles whole steps"
+        )
     count, differentiated = staged.joint.num_inputs, staged.joint.cotangent_outputs
     shapes = [_shape(program, v) for v in program.inputs]
     is_loss = _is_loss(room, staged)

@@ -256,7 +256,7 @@ class _Machine:
                 continue
             place = self.bits if value in self.bits else self.env
             array = jax.tree.leaves(place[value])[0]  # an encoded value may be several arrays
-            groups.setdefault(compat.varying_axes(array), []).append((place, value))
+            groups.setdefault(compat.varying_axes(jax.typeof(array)), []).append((place, value))
         for places in groups.values():
             kept = [place[v] for place, v in places]
             leaves, structure = jax.tree.flatten(kept)

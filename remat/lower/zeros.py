@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from remat import compat
@@ -20,15 +21,21 @@ from remat.trace.program import Atom, Equation, Literal, Program, program_of
 
 __all__ = ["Zeros"]
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Result i is linear in operand i.
-_EACH = frozenset(
+_EACH = _names(
     """
-    all_gather all_gather_invariant all_gather_reduced all_to_all conj convert_element_type copy copy_p cumsum
-    device_put expand_dims fft imag layout_constraint mesh_cast name neg optimization_barrier pbroadcast pcast
-    ppermute preduced psum psum_invariant pvary real reduce_precision reduce_scatter reduced_vary_cast
-    reduced_vary_cast_p reduce_sum reduce_window_sum reshape reshard rev sharding_constraint squeeze transpose
-    unreduced_psum unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
-    """.split()
+    all_gather all_gather_invariant all_gather_reduced all_to_all conj convert_element_type copy copy_p
+    cumsum device_put expand_dims fft imag layout_constraint mesh_cast name neg optimization_barrier
+    pbroadcast pcast ppermute preduced psum psum_invariant pvary real reduce_precision reduce_scatter
+    reduced_vary_cast reduced_vary_cast_p reduce_sum reduce_window_sum reshape reshard rev row_major
+    sharding_constraint squeeze transpose unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
+    vary_unreduced_cast_p with_memory_space_constraint
+    """
 )
 # Linear in each of these operands.
 _PRODUCTS = {"mul": 2, "dot_general": 2, "conv_general_dilated": 2, "ragged_dot_general": 2}
@@ -118,15 +125,16 @@ class Zeros:
             if compat.name_of(eqn) in _SUMS:
                 (summand,) = (atom for atom in equation.inputs if atom not in self)
                 return {made[0]: read(summand)}
-            body = compat.part_body(eqn)
-            if body is not None:
+            bodies = compat.part_bodies(eqn)
+            if bodies:
                 wanted = tuple(v not in self.values for v in equation.outputs)
                 if equation.outputs[0] in self._loops:
                     loop = self._loops[equation.outputs[0]]
                     given, wanted = loop.given, loop.wanted
                 operands = [read(a) for a, flag in zip(equation.inputs, given, strict=True) if flag]
-                part = _part(program_of(body), given, wanted)
-                results = compat.run_part(eqn, part, operands, given, wanted, equation.site)
+                inner = given[1:] if compat.name_of(eqn) == "cond" else given
+                parts = [_part(program_of(body), inner, wanted) for body in bodies]
+                results = compat.run_part(eqn, parts, operands, given, wanted, equation.site)
                 kept = (v for v, flag in zip(equation.outputs, wanted, strict=True) if flag)
                 return {v: x for v, x in zip(kept, results, strict=True) if v in made}
         results = compat.evaluate_equation(eqn, list(map(read, equation.inputs)), equation.site)
@@ -158,12 +166,10 @@ def _zeros_like(aval: Any) -> Any:
 
 
 def _is_zero(constant: Any) -> bool:
-    if compat.is_tracer(constant) or math.prod(np.shape(constant)) > _MOST_ELEMENTS:
+    """Whether a constant of NumPy, or a number, is zero; arrays of jax, which may be far away, are not looked at."""
+    if isinstance(constant, jax.Array) or math.prod(np.shape(constant)) > _MOST_ELEMENTS:
         return False
-    try:
-        return not np.any(np.asarray(constant))
-    except TypeError:  # keys of random numbers
-        return False
+    return not np.any(np.asarray(constant))
 
 
 def _through(eqn: Any, flags: Sequence[bool], known: Sequence[bool]) -> tuple[bool, ...]:
@@ -180,17 +186,14 @@ def _through(eqn: Any, flags: Sequence[bool], known: Sequence[bool]) -> tuple[bo
         return _all_of(range(1, len(flags)), flags, known)
     if name == "custom_linear_solve":
         return _all_of(range(sum(eqn.params["const_lengths"]), len(flags)), flags, known) * count
-    if name == "cond":
-        branches = [_zero_results(program_of(b), flags[1:]) for b in compat.sub_jaxprs(eqn)]
-        return tuple(map(all, zip(*branches, strict=True)))
-    if (body := compat.part_body(eqn)) is not None:
-        return _zero_results(program_of(body), flags)
+    if bodies := compat.part_bodies(eqn):
+        inner = flags[1:] if name == "cond" else flags
+        found = [_zero_results(program_of(body), inner) for body in bodies]
+        return tuple(map(all, zip(*found, strict=True)))
     return (False,) * count
 
 
-def _all_of(
-    where: Iterable[int], flags: Sequence[bool], known: Sequence[bool]
-) -> tuple[bool, ...]:
+def _all_of(where: Iterable[int], flags: Sequence[bool], known: Sequence[bool]) -> tuple[bool, ...]:
     places = list(where)
     return (any(flags[i] for i in places) and all(flags[i] or known[i] for i in places),)
 
