@@ -630,4 +630,6 @@ def test_a_program_that_cannot_be_compiled_is_passed_over(
     assert plan.confirmed is not None and plan.budget_bytes is not None
     assert plan.confirmed.temp_bytes == toy(made).temp_bytes <= plan.budget_bytes
     has_failed = any(number in failing for number in range(calls[0] + 1))
-    assert any("could not be compiled (no tiles for it)" in note for note in plan.notes) == has_failed
+    assert (
+        any("could not be compiled (no tiles for it)" in note for note in plan.notes) == has_failed
+    )

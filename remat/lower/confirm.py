@@ -160,8 +160,8 @@ def _compiled(
     if axes:
         raise CompileError(
             f"the function is a part of a shard_map and differs over its axes {sorted(axes)}: it cannot be "
-            "compiled alone. confirm=False meets the budget as predicted; shard_map(check_vma=False) lets parts without "
-            "collectives be compiled; remat.fit compiles whole steps"
+            "compiled alone. confirm=False meets the budget as predicted; shard_map(check_vma=False) lets parts "
+            "without collectives be compiled; remat.fit compiles whole steps"
         )
     count, differentiated = staged.joint.num_inputs, staged.joint.cotangent_outputs
     shapes = [_shape(program, v) for v in program.inputs]

@@ -166,7 +166,7 @@ def _zeros_like(aval: Any) -> Any:
 
 
 def _is_zero(constant: Any) -> bool:
-    """Whether a constant of NumPy, or a number, is zero; arrays of jax, which may be far away, are not looked at."""
+    """Whether a constant is zero; arrays of jax, which may be on another device, are not looked at."""
     if isinstance(constant, jax.Array) or math.prod(np.shape(constant)) > _MOST_ELEMENTS:
         return False
     return not np.any(np.asarray(constant))
