@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from remat.core.devices import Device, get_device
+from remat.core.devices import DEVICES, Device, get_device
 from remat.core.errors import BudgetError, CompileError, PolicyError, nearest, shown
 from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.plans.plan import Plan
@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 _VARIABLE = "REMAT_CONFIRM"
+_YES_WORDS = frozenset({"on", "true", "yes"})  # and 1
+_NO_WORDS = frozenset({"off", "false", "no", "none"})  # and 0
+_NO_NAMES = ("auto", "attached")  # what a Confirm takes besides names of devices
+_MOST_DIGITS = 10  # of a number of compiles
 # What training configs already say; MaxText's `minimal` keeps the matmuls without batch dimensions.
 _CONFIG_NAMES = {"minimal": "dots_with_no_batch_dims_saveable"}
 _OFF_NAMES = frozenset({"none"})
@@ -154,35 +158,52 @@ def parse_confirm(confirm: Any) -> Confirm | None:
 
     Args:
         confirm: None for what the environment variable `REMAT_CONFIRM` says, `"auto"` if it is not set; True for
-            `Confirm()` and False, `"off"` for none; a number of compiles, or its digits; `"auto"`, `"attached"`, or
-            the name of a device; or a `Confirm`.
+            `Confirm()` and False for none; a number of compiles; `"auto"`, `"attached"`, or the name of a device; a
+            `Confirm`; or any of these in words, as in an environment (`"on"`, `"off"`, `"8"`).
 
     Raises:
         CompileError: none of these, or no such device.
         BudgetError: fewer than two compiles.
     """
     if confirm is None:
-        confirm = os.environ.get(_VARIABLE, "").strip().lower() or "auto"
+        text = os.environ.get(_VARIABLE, "").strip()
+        return _confirm_in_words(text or "auto", f"{_VARIABLE}={shown(text)} in the environment")
+    if isinstance(confirm, str):
+        return _confirm_in_words(confirm, f"confirm={shown(confirm)}")
     if isinstance(confirm, bool):
         return Confirm() if confirm else None
-    if isinstance(confirm, str) and confirm.isdecimal():  # as environments have it
-        confirm = int(confirm)
     if isinstance(confirm, Integral):
         return Confirm(compiles=int(confirm)) if confirm else None
-    if isinstance(confirm, str):
-        if confirm in ("off", "false"):
-            return None
-        if confirm not in ("auto", "attached"):
-            get_device(confirm)
-        return Confirm(device=confirm)
     if isinstance(confirm, Confirm):
-        if confirm.device not in ("auto", "attached"):
-            get_device(confirm.device)
+        if confirm.device not in _NO_NAMES:
+            get_device(confirm.device, "'auto', 'attached'")
         return confirm
     raise CompileError(
         f"confirm={shown(confirm)} of type {type(confirm).__name__}; expected True, False, a number of compiles, "
         "'auto', 'attached', the name of a device ('h200', 'cpu'), or remat.Confirm(compiles=, device=)"
     )
+
+
+def _confirm_in_words(text: str, given: str) -> Confirm | None:
+    """Reads what was given as a string, in any case; `given` is what errors say of it.
+
+    Raises:
+        CompileError: it is none of the words, no number and no device.
+    """
+    word = text.strip().lower()
+    number = int(word) if word.isdecimal() and len(word) < _MOST_DIGITS else None
+    if word in _NO_WORDS or number == 0:
+        return None
+    if word in _YES_WORDS or number == 1:
+        return Confirm()
+    if number is not None:
+        return Confirm(compiles=number)
+    if word not in (*_NO_NAMES, *DEVICES):
+        raise CompileError(
+            f"{given} is not known; expected 'on', 'off', 'auto', 'attached', a number of compiles, or a device to "
+            f"compile for, one of {', '.join(DEVICES)}{nearest(word, (*_NO_NAMES, *DEVICES))}"
+        )
+    return Confirm(device=word)
 
 
 def priced_for(remat_policy: Any, device: Device | None) -> Any:
@@ -320,10 +341,19 @@ def parse_budget(budget: Any, name: str = "budget") -> int | float | None:
     raise BudgetError(f"{name}={shown(budget)} of type {type(budget).__name__}; {_expected(name)}")
 
 
-def _meant_size(text: str, number: str, unit: str) -> str:
+def _share(percent: float) -> str:
+    """A share as one types it: 1.0 is all, 1 is a byte."""
+    text = f"{percent / 100:g}"
+    return f"{text}.0" if text.isdecimal() else text
+
+
+def _meant_size(text: str, number: str, unit: str, name: str) -> str:
     """What a size that cannot be read was probably meant to be."""
     if text.endswith("%") and text[:-1].replace(".", "", 1).isdecimal():
-        return f"; did you mean {float(text[:-1]) / 100:g}?"
+        percent = float(text[:-1])
+        return (
+            f"; did you mean {_share(percent)}?" if name == "budget" and 0 < percent <= 100 else ""
+        )
     if number.replace(".", "", 1).isdecimal() and unit[:1] in {*"KMGTP"} and len(unit) <= 2:
         return f"; did you mean '{number}{unit[0]}iB'?"
     if text.replace(",", "").replace("_", "").isdecimal():
@@ -355,7 +385,7 @@ def _parse_size(text: str, name: str) -> int | float:
     try:
         size = float(number) * _UNITS[unit]
     except (ValueError, KeyError):
-        meant = _meant_size(stripped, number, unit)
+        meant = _meant_size(stripped, number, unit, name)
         raise BudgetError(
             f"{name}={shown(text)} is not a size; {_expected(name)}, with a unit out of B, kB, KiB, ..., PiB{meant}"
         ) from None
@@ -377,7 +407,7 @@ def budget_hint(budget: int | float | None, name: str = "budget") -> str:
     if not isinstance(budget, int) or budget >= _FEW_BYTES:
         return ""
     may_be_share = 1 < budget <= 100 and name == "budget"
-    share = f"a share is a float ({name}={budget / 100:g}), and " if may_be_share else ""
+    share = f"a share is a float ({name}={_share(budget)}), and " if may_be_share else ""
     return (
         f" {name}={budget} means {budget} bytes: {share}a size has a unit ({name}='{budget}GiB')."
     )

@@ -158,6 +158,23 @@ def test_plan_budget_is_a_fraction_or_a_size(capsys: pytest.CaptureFixture[str])
     assert "is not a size" in failed(capsys, "plan", TINY, "--budget", "6 apples")
 
 
+@pytest.mark.parametrize("word", ["off", "OFF", "False", "None", "no", "0"])
+def test_what_confirm_takes_is_what_hints_say(
+    word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMAT_CONFIRM", "cpu")
+    argv = ["plan", TINY, "--policy", "min_cut", "--budget", "1.0", "--json"]
+    assert main([*argv, "--confirm", word]) == 0
+    assert Plan.from_json(capsys.readouterr().out).confirmed is None
+    monkeypatch.setenv("REMAT_CONFIRM", "nope")
+    assert "REMAT_CONFIRM='nope' in the environment" in failed(capsys, *argv)
+
+
+def test_an_unknown_device_is_offered_no_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "compare", "pareto"):
+        assert "None" not in failed(capsys, command, TINY, "--device", "nope")
+
+
 def test_plan_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     assert main(["plan", TINY, "--plot", str(tmp_path / "memory.svg")]) == 0
@@ -226,6 +243,7 @@ def test_targets_that_fail(
         ),
         (["--device", "h20"], ["did you mean 'h200'"]),
         (["--confirm", "h20", "--budget", "0.9"], ["did you mean 'h200'"]),
+        (["--confirm", "nope", "--budget", "0.9"], ["--confirm nope is not known", "'on', 'off'"]),
     ],
 )
 def test_bad_policies(
@@ -324,6 +342,19 @@ def test_pareto_options(capsys: pytest.CaptureFixture[str], user_folder: Path) -
     assert "did you mean 'min_cut'" in failed(capsys, "pareto", TINY, "--policy", "min_cat")
 
 
+def test_a_curve_of_budgets_that_nothing_meets_exits_with_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["pareto", TINY, "--policy", "min_cut", "--json", "--budgets"]
+    assert main([*argv, "1,2"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert not document["points"] and len(document["infeasible"]) == 2
+    named = document["smallest_peak_bytes"]
+    assert all(f"{named:,} bytes" in entry["reason"] for entry in document["infeasible"])
+    assert main([*argv, "1,1.0"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["points"]) == 1
+
+
 def test_interrupted_pareto_prints_what_it_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +393,8 @@ def test_fit_errors(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["fit", TINY, "--device", "cpu", "--policy", "min_cut"]
     assert "does not fit into 1,000 bytes" in failed(capsys, *argv, "--memory", "1kB", code=1)
     assert "is not a size" in failed(capsys, *argv, "--memory", "lots")
+    assert "0.5: expected bytes or a size" in failed(capsys, *argv, "--memory", "0.5")
+    assert "is not positive" in failed(capsys, *argv, "--memory", "0")
     assert "at least 2" in failed(capsys, *argv, "--memory", "1GiB", "--max-compiles", "1")
     assert "wrap the loss" in failed(capsys, *argv, "--memory", "1GiB", "--step")
     assert "did you mean 'h200'" in failed(

@@ -30,7 +30,7 @@ from remat.planning.search import below, more_may_be_less_time, search
 from remat.planning.within import plan_within
 from remat.plans.plan import Plan
 from remat.plans.record import Confirmed
-from remat.policies import Full, Ilp, MinCut, Policy
+from remat.policies import Full, Ilp, MinCut, Policy, SaveAll
 from remat.policies.base import BudgetPolicy
 from remat.resolve import parse_confirm
 
@@ -85,6 +85,49 @@ def test_what_confirm_does_not_accept() -> None:
         parse_confirm(1)
     with pytest.raises(Exception, match="h20"):
         parse_confirm("h20")
+
+
+@pytest.mark.parametrize("spelt", [str.lower, str.upper, str.title])
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("on", "true", "yes", "1"), Confirm()),
+        (("off", "false", "no", "none", "0"), None),
+        (("auto",), Confirm()),
+        (("attached",), Confirm(device="attached")),
+        (("h200",), Confirm(device="h200")),
+        (("12",), Confirm(compiles=12)),
+    ],
+)
+def test_words_mean_the_same_wherever_they_stand(
+    words: tuple[str, ...],
+    wanted: Confirm | None,
+    spelt: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for word in words:
+        assert parse_confirm(spelt(word)) == wanted
+        monkeypatch.setenv("REMAT_CONFIRM", f" {spelt(word)} ")
+        assert parse_confirm(None) == wanted
+
+
+def test_what_stands_in_the_environment_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMAT_CONFIRM", "Nope")
+    with pytest.raises(CompileError, match="REMAT_CONFIRM='Nope' in the environment") as caught:
+        parse_confirm(None)
+    said = str(caught.value)
+    assert "None" not in said and "confirm=" not in said and "'on', 'off'" in said
+    for wrong in ("nope", "", Confirm(device="nope")):
+        with pytest.raises(CompileError, match="'attached'") as caught:
+            parse_confirm(wrong)
+        assert "None" not in str(caught.value) and "h200" in str(caught.value)
+
+
+@pytest.mark.parametrize("compiles", [2.5, 3.0, np.float32(4), True, "3", None, 1, np.int64(1)])
+def test_compiles_are_whole_numbers(compiles: Any) -> None:
+    with pytest.raises(BudgetError, match="expected 2 or more, a whole number"):
+        Confirm(compiles=compiles)
+    assert Confirm(compiles=int(np.int64(3))) == Confirm(compiles=np.int64(3))  # type: ignore[arg-type]
 
 
 # --- what is promised --------------------------------------------------------------------------------
@@ -177,7 +220,7 @@ def test_where_only_the_plain_program_fits_names_choose_it_too(name: str, policy
 
 def test_a_refusal_names_what_was_compiled_and_that_can_be_met() -> None:
     options: dict[str, Any] = {"remat_policy": QUICK, "confirm": "cpu"}
-    with pytest.raises(BudgetError, match="programs compiled for cpu the smallest takes") as caught:
+    with pytest.raises(BudgetError, match="plans compiled for cpu the smallest takes") as caught:
         remat.plan(loss, *args(), budget=10_000, **options)
     named = caught.value.smallest_peak_bytes
     assert named is not None and named > 10_000
@@ -420,6 +463,69 @@ def test_whatever_the_compiler_makes_of_it_the_budget_holds(
     assert plan == replace(plan, confirmed=None)
     if plain <= budget:
         assert plan.confirmed.roofline_seconds == pytest.approx(1.0, rel=1e-3)
+
+
+@given(
+    salt=st.integers(0, 99),
+    whole_times=st.sampled_from([1.0, 1.02, 1.3]),
+    share=st.sampled_from([0.5, 0.7, 0.9, 1.0, 3.0]),
+    policy=st.sampled_from([QUICK, MinCut(), Full(), SaveAll()]),
+)
+@laws(40)
+def test_what_is_said_of_other_plans_is_so(
+    salt: int, whole_times: float, share: float, policy: Policy
+) -> None:
+    """Of a compiler whose bytes follow no order, and on a device whose rates are not known."""
+    make, toy = _bench(1.0, 0)
+    asked: dict[str, tuple[Plan, int]] = {}
+
+    def compiled(made: _Made, before: Confirmed | None = None) -> Confirmed:
+        digest = made.plan.digest()
+        scale = 700 + (int(digest[:8], 16) ^ salt) % 600
+        temp = round(scale / 1000 * made.plan.peak_bytes * (whole_times if before else 1.0))
+        asked[digest] = made.plan, temp
+        return replace(toy(made), temp_bytes=temp, roofline_seconds=None)
+
+    plain = make(PolicyPlanner(remat.policies.Unchanged()))
+    budget = int(share * compiled(plain, compiled(plain)).temp_bytes)
+    try:
+        made, plan = confirmed(PolicyPlanner(policy, budget, confirm=Confirm(8)), 8, make, compiled)
+    except BudgetError as error:
+        count = len(asked)
+        assert (f"of {count} plans compiled" if count > 1 else "compiled for toy it") in str(error)
+        assert all(temp > budget for _, temp in asked.values())
+        return
+    assert plan.confirmed is not None and plan.confirmed.compiles == len(asked)
+    assert not any(
+        note != other and other.startswith(note) for note in plan.notes for other in plan.notes
+    )
+    seconds, used = made.plan.recompute_seconds, plan.confirmed.temp_bytes
+    faster = [temp for p, temp in asked.values() if p.recompute_seconds < seconds]
+    if isinstance(policy, BudgetPolicy):
+        assert not any(temp <= budget for temp in faster)
+    said = next((note for note in plan.notes if "of the budget is used: " in note), "")
+    assert bool(said) == (used < 0.9 * budget)
+    if "is faster takes" in said:
+        assert f"takes {min(t for t in faster if t > budget):,} bytes" in said
+    elif "does not plan within budgets" in said:
+        assert not isinstance(policy, BudgetPolicy) and any(used < t <= budget for t in faster)
+    elif said:
+        has_larger = any(temp > used for _, temp in asked.values())
+        words = "takes more is not faster" if has_larger else "nothing that was compiled takes more"
+        assert words in said and not any(temp > used for temp in faster)
+
+
+def test_a_policys_own_plan_that_is_the_plain_one_is_one_plan() -> None:
+    weight = jnp.ones((8, 8))
+    options: dict[str, Any] = {"remat_policy": "save_all", "confirm": "cpu"}
+    plan = remat.plan(lambda w: jnp.sum(w @ w), weight, budget=1.0, **options)
+    assert plan.confirmed is not None and plan.confirmed.compiles == 1
+    assert plan.notes == (
+        "as without rematerialization: of what was compiled and fits the fastest",
+    )
+    assert "the choice of" not in str(plan)
+    with pytest.raises(BudgetError, match="bytes: compiled for cpu it takes"):
+        remat.plan(lambda w: jnp.sum(jnp.sin(w @ w) @ w), weight, budget=1, **options)
 
 
 @pytest.mark.parametrize("whole_times", [1.0, 1.05])

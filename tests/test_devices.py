@@ -33,6 +33,11 @@ def test_device_lookup_errors() -> None:
         get_device("h20")
     with pytest.raises(CompileError, match=r"'v4e'; .*v6e"):
         get_device("v4e")
+    for besides in ("", "None for what is attached"):  # offered where it is taken
+        with pytest.raises(CompileError) as caught:
+            get_device("h20", besides)
+        assert ("v6e, or None for what is attached; did" in str(caught.value)) == bool(besides)
+        assert ("None" in str(caught.value)) == bool(besides)
     with pytest.raises(CompileError, match="a100, h100"):
         _ = get_device("cpu").target_config
 

@@ -164,6 +164,7 @@ def test_devices_that_are_not_known(device: Any) -> None:
     ("budget", "hint"),
     [
         ("50%", "did you mean 0.5?"),
+        ("100%", "did you mean 1.0?"),  # 1 is a byte
         ("6G", "did you mean '6GiB'?"),
         ("80Gi", "did you mean '80GiB'?"),
         ("1,000,000", "did you mean 1000000?"),
@@ -178,17 +179,18 @@ def test_sizes_almost_right(budget: Any, hint: str) -> None:
     assert hint in refused(DOORS["plan"], "budget", budget)
 
 
-@pytest.mark.parametrize("budget", [1.5, 80.0, 6e9 + 0.5, 1e300, "1e300", math.inf])
+@pytest.mark.parametrize("budget", [1.5, 80.0, 6e9 + 0.5, 1e300, "1e300", math.inf, "150%", "0%"])
 def test_no_size_is_suggested_for_what_is_none(budget: Any) -> None:
     assert "did you mean" not in refused(DOORS["plan"], "budget", budget)
 
 
-@pytest.mark.parametrize("memory", [80e9, "80e9", 0.5, "0.5", "80 G", True])
+@pytest.mark.parametrize("memory", [80e9, "80e9", 0.5, "0.5", "80 G", True, "50%"])
 def test_a_memory_is_offered_no_share(memory: Any) -> None:
     step = jax.grad(remat.checkpoint(loss))
     text = refused(lambda **more: remat.fit(step, X, X, device="cpu", **more), "memory", memory)
     assert "or a fraction" not in text and "is not a fraction" not in text
     assert ("did you mean 80000000000?" in text) == (memory in (80e9, "80e9"))
+    assert "did you mean 0" not in text
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -221,8 +223,9 @@ def test_sizes_of_every_kind(budget: Any) -> None:
 
 
 def test_few_bytes_are_questioned() -> None:
-    with pytest.raises(remat.BudgetError, match=r"budget=0\.5"):
-        remat.plan(loss, X, X, remat_policy="min_cut", budget=50, confirm=False)
+    for budget, share in ((50, "0.5"), (100, "1.0"), (7, "0.07")):
+        with pytest.raises(remat.BudgetError, match=rf"a share is a float \(budget={share}\)"):
+            remat.plan(loss, X, X, remat_policy="min_cut", budget=budget, confirm=False)
     with pytest.raises(remat.BudgetError, match="memory='80GiB'"):
         remat.fit(jax.grad(remat.checkpoint(loss)), X, X, memory=80, device="cpu")
 
@@ -250,6 +253,7 @@ def test_a_plan_with_a_budget_is_a_short_error() -> None:
         (lambda: remat.checkpoint(loss, static_argnums="x"), "static_argnums='x'; expected"),
         (lambda: remat.checkpoint(loss, static_argnums=9), "2 positional arguments: w, x"),
         (lambda: remat.Confirm(compiles=math.nan), "expected 2 or more"),
+        (lambda: remat.fit(loss, X, X, memory=1, max_compiles=2.5), "at least 2, a whole number"),
     ],
 )
 def test_arguments_that_are_none(call: Callable[[], Any], words: str) -> None:

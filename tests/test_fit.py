@@ -209,6 +209,9 @@ def test_too_little_memory_says_what_is_the_least(plain: CompileReport) -> None:
     assert f"{memory:,} bytes" in message and "smallest that the compiler confirmed" in message
     assert f"arguments {human_bytes(plain.argument_bytes)}" in message
     assert "dominate" in message
+    total = caught.value.smallest_peak_bytes
+    assert total is not None and f"compiler confirmed is {total:,} bytes" in message
+    assert total > plain.argument_bytes
 
 
 def test_compiles_that_are_used_up_are_named(plain: CompileReport) -> None:

@@ -170,6 +170,13 @@ def test_infeasible_budgets_are_listed_with_the_smallest_peak(plans: list[Plan])
     assert not found.interrupted
 
 
+def test_the_smallest_peak_is_also_that_which_a_refusal_names(plans: list[Plan]) -> None:
+    least = min(plan.peak_bytes for plan in plans)
+    found = pareto(LOSS, *ARGS, remat_policy=Cuts(), budgets=[least // 2, 1])
+    assert not found.points and found.smallest_peak_bytes == least
+    assert found.to_dict()["smallest_peak_bytes"] == least < found.baseline_peak_bytes
+
+
 def test_growing_curves_and_an_interrupted_one(curve: Pareto) -> None:
     grown = list(iter_pareto(LOSS, *ARGS, remat_policy=Cuts(), points=6))
     assert [len(c.points) for c in grown] == [1, 2, 3, 4, 5, 6]

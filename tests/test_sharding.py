@@ -155,3 +155,52 @@ print("refused in our words")
 
 def test_what_differs_over_a_mesh_is_not_compiled_alone() -> None:
     assert "refused in our words" in run_on_devices(PART, 4)
+
+
+COLLECTIVE = """
+import jax, jax.numpy as jnp, numpy as np, remat, warnings
+from jax.sharding import AxisType, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+w, x = jnp.full((16, 16), 0.1), jnp.ones((64, 16))
+around = [(i, (i + 1) % 4) for i in range(4)]
+collectives = {
+    "psum": lambda x: jax.lax.pmean(x, "d"),
+    "all_gather": lambda x: jnp.mean(jax.lax.all_gather(x, "d"), 0),
+    "axis_index": lambda x: x * jax.lax.axis_index("d"),
+    "ppermute": lambda x: jax.lax.ppermute(x, "d", around),
+}
+
+def run(collective, **options):
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(collective(x) ** 2)
+    part = remat.checkpoint(loss, budget=1.0, **options) if options else loss
+    local = lambda w, x: jax.lax.pmean(jax.grad(part)(w, x), "d")
+    specs = dict(mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+    return jax.jit(jax.shard_map(local, **specs))(w, x)
+
+for name, collective in collectives.items():
+    try:
+        run(collective, confirm="cpu")
+    except remat.CompileError as error:
+        assert "cannot be compiled alone" in str(error), error
+        assert "communicates over an axis" in str(error) or "['d']" in str(error) or (
+            name == "axis_index"), error
+    else:
+        raise AssertionError("compiled alone")
+
+remat.lower.confirm._device = lambda planner: ("cpu", "")  # as if it were what is attached
+for name, collective in collectives.items():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", remat.RematWarning)
+        got = run(collective, confirm="auto")
+    assert any("met as predicted, and not confirmed" in str(w.message) for w in said)
+    np.testing.assert_allclose(got, run(collective), rtol=1e-5, atol=1e-7)
+print("collectives are refused")
+"""
+
+
+def test_what_communicates_over_a_mesh_is_not_compiled_alone() -> None:
+    assert "collectives are refused" in run_on_devices(COLLECTIVE, 4)

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 DATA_DIR_OPTION = "xla_gpu_cuda_data_dir"
+_ATTACHED = "None for the attached default device"
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _SAMPLE_PROGRAM = """
 import json, sys
@@ -55,7 +56,11 @@ def target_device(name: str | None) -> Device | None:
     Raises:
         CompileError: no such device.
     """
-    return device_of_kind(jax.devices()[0].device_kind) if name is None else get_device(name)
+    return (
+        device_of_kind(jax.devices()[0].device_kind)
+        if name is None
+        else get_device(name, _ATTACHED)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +98,7 @@ def find_target(name: str | None, data_dir: str | None) -> Target:
     Raises:
         CompileError: no such device, or XLA's compiler for it, or what that needs, is not there.
     """
-    if name is None or get_device(name).platform == jax.default_backend() == "cpu":
+    if name is None or get_device(name, _ATTACHED).platform == jax.default_backend() == "cpu":
         attached = jax.devices()[0]
         known = device_of_kind(attached.device_kind)
         label = known.name if known else attached.device_kind
@@ -245,10 +250,33 @@ def _register_cuda_plugin(module: str) -> None:
 
 
 def lower_for(traced: Any, target: Target) -> jax.stages.Lowered:
-    """Lowers what was traced: as `jax.jit(f).trace` returns it, or anything with the same `lower`."""
-    if target.is_attached:
-        return traced.lower()
-    return traced.lower(lowering_platforms=(target.platform,))
+    """Lowers what was traced: as `jax.jit(f).trace` returns it, or anything with the same `lower`.
+
+    Raises:
+        NameError: it communicates over an axis of a shard_map around it, which it does not have alone.
+        NotImplementedError: jax does not lower it, for that reason or another that it does not name.
+    """
+    try:
+        if target.is_attached:
+            return traced.lower()
+        return traced.lower(lowering_platforms=(target.platform,))
+    except (
+        AssertionError
+    ) as error:  # of jax, of most collectives; with `axis_index` it is a NameError
+        if names := _axes_around(traced):
+            raise NameError(
+                f"it communicates over the axes {names} of a shard_map around it"
+            ) from error
+        raise NotImplementedError(
+            "jax does not lower it alone, as what communicates over an axis of a shard_map around it"
+        ) from error
+
+
+def _axes_around(traced: Any) -> list[str]:
+    """Names of the axes that a traced program is mapped over from outside, as far as jax says so."""
+    effects = getattr(getattr(traced, "jaxpr", None), "effects", ())
+    names = (getattr(e, "name", None) for e in effects if type(e).__name__ == "NamedAxisEffect")
+    return sorted(str(name) for name in names if name is not None)
 
 
 # What XLA:TPU says; sizes are in GiB, with two digits.

@@ -187,8 +187,12 @@ TPU_NAMES: tuple[str, ...] = tuple(d.name for d in DEVICES.values() if d.tpu is 
 """Names of the TPUs that programs can be compiled for without having one."""
 
 
-def get_device(name: str) -> Device:
+def get_device(name: str, besides: str = "") -> Device:
     """The device of that name (upper or lower case).
+
+    Args:
+        name: of a device.
+        besides: what the caller takes besides a name, for the error.
 
     Raises:
         CompileError: no such device; lists the valid names and the nearest match.
@@ -197,9 +201,9 @@ def get_device(name: str) -> Device:
     found = DEVICES.get(word)
     if found is not None:
         return found
+    more = f", or {besides}" if besides else ""
     raise CompileError(
-        f"Unknown device {shown(name)}; expected one of {', '.join(DEVICES)}, or None for the attached "
-        f"default device{nearest(word, DEVICES)}"
+        f"Unknown device {shown(name)}; expected one of {', '.join(DEVICES)}{more}{nearest(word, DEVICES)}"
     )
 
 

@@ -41,7 +41,8 @@ class BudgetError(RematError, ValueError):
     """A budget that cannot be read, or that no plan meets.
 
     Attributes:
-        smallest_peak_bytes: the smallest peak found, None if the budget could not be read.
+        smallest_peak_bytes: the smallest peak found, None if the budget could not be read. Of `remat.fit` and
+            `remat.max_batch`, whose budget is a memory, it is a total: arguments, results and temporaries.
     """
 
     def __init__(self, message: str, *, smallest_peak_bytes: int | None = None) -> None:

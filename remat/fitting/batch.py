@@ -149,9 +149,10 @@ class _BatchSearch:
             size, above = _largest(self._total, self.options.limit_bytes, first, last)
             if size is None:
                 assert self.refused is not None
+                error = too_large([self.refused], self.options.limit_bytes)
                 raise BudgetError(
-                    f"a batch of {first * self.unit} does not fit: "
-                    + str(too_large([self.refused], self.options.limit_bytes))
+                    f"a batch of {first * self.unit} does not fit: {error}",
+                    smallest_peak_bytes=error.smallest_peak_bytes,
                 )
             assert self.kept is not None
             _, job, knob, least = self.kept

@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import jax
 
 from remat.compiler.compile import CompileReport
 from remat.core.devices import get_device, is_tpu
-from remat.core.errors import BudgetError, CompileError, number_or_nan, shown
+from remat.core.errors import BudgetError, CompileError, shown
 from remat.core.interrupt import Progress, or_log, planning
 from remat.fitting.job import Job, Options, Trial
 from remat.fitting.knobs import Knob, choose_knob
@@ -38,6 +39,7 @@ __all__ = [
     "fit",
     "fit_options",
     "history_rows",
+    "parse_memory",
     "too_large",
     "trials_of",
 ]
@@ -207,7 +209,7 @@ def fit(
         remat_policy: plans a step with one wrapped function: a policy of ours that plans within a budget. Its
             prices are those of `device`, unless it names a device itself.
             `"min_cut"`, or several wrapped functions, take minimum cuts at a common price of memory.
-        max_compiles: at most so many compiles, 2 or more.
+        max_compiles: at most so many compiles, a whole number, 2 or more.
         static_argnums, donate_argnums: as in `jax.jit`.
         compiler_options: for XLA, on top of ours.
         progress: called with one line whenever something that takes time begins.
@@ -257,10 +259,10 @@ def fit_options(
     Raises:
         BudgetError: `memory` cannot be read, or `max_compiles` is below 2.
     """
-    if not number_or_nan(max_compiles) >= 2:
+    if not (isinstance(max_compiles, Integral) and max_compiles >= 2):
         raise BudgetError(
-            f"max_compiles={shown(max_compiles)}: expected at least 2, one for the cheapest plans and one for "
-            "those with the least memory"
+            f"max_compiles={shown(max_compiles)}: expected at least 2, a whole number, one for the "
+            "cheapest plans and one for those with the least memory"
         )
     return Options(
         remat_policy=remat_policy,
@@ -283,6 +285,15 @@ def _limit_bytes(memory: int | str | None, device: str | None) -> int:
                 "memory=, bytes or a size ('80GiB')"
             )
         return known.memory_bytes
+    return parse_memory(memory)
+
+
+def parse_memory(memory: int | str) -> int:
+    """Reads the memory of a device: bytes, or a size with a unit.
+
+    Raises:
+        BudgetError: neither.
+    """
     limit = parse_budget(memory, "memory")
     if not isinstance(limit, int):
         raise BudgetError(
@@ -364,7 +375,10 @@ def trials_of(
 
 
 def too_large(trials: Sequence[Trial], limit_bytes: int, used_up: int | None = None) -> BudgetError:
-    """Returns the error of trials of which none fits; `used_up` is `max_compiles`, if all were made."""
+    """Returns the error of trials of which none fits; `used_up` is `max_compiles`, if all were made.
+
+    Its `smallest_peak_bytes` are a total: what `memory` would have to be.
+    """
     best = min(trials, key=lambda t: t.total_bytes)
     report = best.report
     parts = {
@@ -394,5 +408,6 @@ def too_large(trials: Sequence[Trial], limit_bytes: int, used_up: int | None = N
         f"The smallest that the compiler confirmed is {best.total_bytes:,} bytes "
         f"({human_bytes(best.total_bytes)}; {best.knob}; {len(trials)} compiled): "
         + ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
-        + f". {where} {advice[dominant]}.{more}{budget_hint(limit_bytes, 'memory')}"
+        + f". {where} {advice[dominant]}.{more}{budget_hint(limit_bytes, 'memory')}",
+        smallest_peak_bytes=best.total_bytes,
     )

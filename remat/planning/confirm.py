@@ -288,7 +288,7 @@ def confirmed(
 
     Args:
         planner: with a budget; a fraction is of what the compiled program takes without rematerialization.
-        max_compiles: at most so many programs are compiled.
+        max_compiles: at most so many plans are compiled.
         make: plans with a planner.
         compiled: what the compiler says of what was made, with None of the gradient alone; given that, of whatever
             will be run and takes more. The latter is asked of what is to be returned, and of the program without
@@ -296,7 +296,7 @@ def confirmed(
 
     Raises:
         BudgetError: no compiled program fits; the message has the smallest.
-        CompileError: the compiler fails for the first two programs, or for the one without rematerialization if
+        CompileError: the compiler fails for the first two plans, or for the one without rematerialization if
             the budget is a fraction of it. Any other that it fails for is passed over, and a note says so.
     """
     assert planner.budget is not None
@@ -322,14 +322,15 @@ def confirmed(
             plain,
             limit,
             left=lambda: left() - spared * any(trial.fits for trial in bench.trials.values()),
-            known=trials[1:],
+            known=[trial for trial in trials if trial is not plain],
             tolerance=_TOLERANCE,
             first_is_alike=False,
         )
 
     trials = [plain]
     if plain.fits or knob is None:
-        trials.append(bench.trial(own))
+        asked = bench.trial(own)
+        trials += [] if search.is_among(asked, trials) else [asked]
     if knob is not None:
         waiting, anchors = knob.anchors(plain, limit), list[_Trial[M]]()
         while left() > 1 and (anchor := next(waiting, None)) is not None:
@@ -346,7 +347,8 @@ def confirmed(
             if all(trial.is_failure for trial in trials) and bench.failure is not None:
                 raise bench.failure
             smallest = _smallest(bench, trials)
-            raise _too_large(smallest, len(trials), policy, limit, _advice(policy, knob, left()))
+            count = sum(not trial.is_failure for trial in trials)
+            raise _too_large(smallest, count, policy, limit, _advice(policy, knob, left()))
         best = search.fastest(fitting)
         if best.setting is not own and knob is None and trials[-1].fits:
             best = trials[-1]  # it was asked for
@@ -357,7 +359,7 @@ def confirmed(
     plan = _finished(best, best.found, trials, planner, limit)
     if bench.failure is not None:
         failed = sum(trial.found is None for trial in bench.trials.values())
-        note = f"{failed} of the programs could not be compiled ({_first_line(bench.failure)})"
+        note = f"{failed} of the plans could not be compiled ({_first_line(bench.failure)})"
         plan = replace(plan, notes=(*plan.notes, note))
     return best.made, plan
 
@@ -372,15 +374,11 @@ def _finished(
     plan, policy = best.made.plan, planner.policy
     notes = [*plan.notes]
     if plan.policy_name != policy.name:
-        notes.append(f"{best.setting.label}: of what was compiled and fits the fastest")
+        label = best.setting.label
+        notes = [note for note in notes if note != label]  # what follows says it, too
+        notes.append(f"{label}: of what was compiled and fits the fastest")
     if best.temp_bytes < (1 - _TOLERANCE) * limit:
-        timed = [t for t in trials if t.found is not None and t.temp_bytes > best.temp_bytes]
-        nearest = min((t.temp_bytes for t in timed if not t.fits), default=None)
-        why = (
-            "what was compiled and takes more is not faster"
-            if nearest is None or any(t.fits for t in timed)
-            else f"the next larger that was compiled takes {nearest:,} bytes"
-        )
+        why = _why_not_more(best, trials, policy)
         notes.append(f"{best.temp_bytes / limit:.0%} of the budget is used: {why}")
     return replace(
         plan,
@@ -390,6 +388,20 @@ def _finished(
         notes=tuple(notes),
         confirmed=replace(found, compiles=len(trials)),
     )
+
+
+def _why_not_more(best: _Trial[M], trials: list[_Trial[M]], policy: Policy) -> str:
+    """Why nothing that takes more of the budget was taken."""
+    larger = [t for t in trials if not t.is_failure and t.temp_bytes > best.temp_bytes]
+    faster = search.faster(best, larger)
+    nearest = min((t.temp_bytes for t in faster if not t.fits), default=None)
+    if nearest is not None:
+        return f"the next larger that is faster takes {nearest:,} bytes"
+    if faster and not isinstance(policy, BudgetPolicy):  # as asked for, whatever else fits
+        return f"policy {policy.name!r} does not plan within budgets"
+    if larger:
+        return "what was compiled and takes more is not faster"
+    return "nothing that was compiled takes more"
 
 
 def _advice(policy: Policy, knob: BudgetKnob[Any] | None, left: int) -> str:
@@ -417,8 +429,9 @@ def _too_large(
 ) -> BudgetError:
     # Of none is the device known where the compiler refused all for their size.
     where = "" if best.found is None else f" for {best.found.device}"
+    what = f"of {count} plans compiled{where} the smallest" if count > 1 else f"compiled{where} it"
     return BudgetError(
-        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: of {count} programs compiled"
-        f"{where} the smallest takes {best.temp_bytes:,} bytes ({best.setting.label}). Raise the budget{advice}.",
+        f"policy {policy.name!r} does not meet the budget of {limit:,} bytes: {what} takes "
+        f"{best.temp_bytes:,} bytes ({best.setting.label}). Raise the budget{advice}.",
         smallest_peak_bytes=best.temp_bytes,
     )

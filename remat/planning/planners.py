@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
-from remat.core.errors import BudgetError, PlanError, number_or_nan
+from remat.core.errors import BudgetError, PlanError, shown
 from remat.core.forms import form_of, get_encoding
 from remat.core.graph import Alternatives, Graph
 from remat.planning.bodies import Menus
@@ -27,22 +28,22 @@ class Confirm:
     """How the compiler confirms a budget, or without one says what a plan takes.
 
     Attributes:
-        compiles: at most so many programs are compiled, 2 or more; those in the cache on disk count, too.
+        compiles: at most so many plans are compiled, 2 or more; those in the cache on disk count, too.
         device: to compile for: `"attached"`, the name of a GPU that need not be there, `"cpu"`, or `"auto"`: the
             attached device if it is a GPU, else the policy's if XLA's compiler for it is installed, else none.
 
     Raises:
-        BudgetError: fewer than two compiles.
+        BudgetError: fewer than two compiles, or no whole number of them.
     """
 
     compiles: int = 6
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if not number_or_nan(self.compiles) >= 2:
+        if not (isinstance(self.compiles, Integral) and self.compiles >= 2):
             raise BudgetError(
-                f"Confirm(compiles={self.compiles!r}): expected 2 or more, one for the program without "
-                "rematerialization; confirm=False compiles nothing"
+                f"Confirm(compiles={shown(self.compiles)}): expected 2 or more, a whole number, one for the plan "
+                "without rematerialization; confirm='off' compiles nothing"
             )
 
 

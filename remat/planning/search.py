@@ -18,6 +18,7 @@ __all__ = [
     "Knob",
     "Trial",
     "below",
+    "faster",
     "fastest",
     "further",
     "is_among",
@@ -268,6 +269,11 @@ def fastest(fitting: Sequence[T]) -> T:
     if any(trial.roofline_seconds is None for trial in fitting):
         return min(fitting, key=lambda t: (t.recompute_seconds, t.total_bytes))
     return min(fitting, key=lambda t: (t.roofline_seconds or 0.0, t.total_bytes))
+
+
+def faster(trial: T, others: Sequence[T]) -> list[T]:
+    """Those of the others that `fastest` takes before a trial."""
+    return [other for other in others if fastest([trial, other]) is other]
 
 
 def _between(knob: Knob[T], trials: Sequence[T], limit_bytes: int) -> T | None:

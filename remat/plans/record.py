@@ -104,7 +104,7 @@ class Confirmed:
         traffic_bytes: device memory read and written per call.
         matmuls: executed per call.
         roofline_seconds: estimate per call, None if the rates of the device are not known.
-        compiles: programs that were compiled, or looked up, until this one was chosen.
+        compiles: plans that were compiled, or looked up, until this one was chosen.
     """
 
     device: str

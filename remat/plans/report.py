@@ -101,7 +101,7 @@ def _budget(plan: PlanRecord) -> list[str]:
             f"budget: {human_bytes(plan.budget_bytes)} ({plan.budget_bytes:,} bytes){share}"
         )
     if found is not None:
-        chosen = f", the choice of {found.compiles} programs" if found.compiles > 1 else ""
+        chosen = f", the choice of {found.compiles} plans" if found.compiles > 1 else ""
         lines.append(
             f"confirmed: {human_bytes(used)} compiled for {found.device} by jax {found.jax_version}{chosen}"
         )

@@ -6,8 +6,9 @@ A.json B.json` compares two saved plans, and `remat dtr LOG` replays a log of a 
 
 TARGET is `module:factory`; the factory takes no arguments and returns `(function, args)`, a loss and its
 example arguments (arrays or `jax.ShapeDtypeStruct`s). Nothing is ever run. Results go to stdout, progress and
-errors to stderr. Exit codes: 0; 1 if something failed, every policy of a comparison did, or two plans differ; 2 if
-the command line is not one; 130 if interrupted. jax is imported late, so that usage errors are quick.
+errors to stderr. Exit codes: 0; 1 if something failed, every policy of a comparison did, no budget of a curve is
+met, or two plans differ; 2 if the command line is not one; 130 if interrupted. jax is imported late, so that usage
+errors are quick.
 """
 
 from __future__ import annotations

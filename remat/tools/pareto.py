@@ -120,7 +120,7 @@ class Pareto:
         policy_name: that planned.
         points: by ascending budget; `recompute_seconds` never rises from one to the next.
         infeasible: budgets that no plan found meets, ascending.
-        smallest_peak_bytes: the smallest predicted peak found, no remat included.
+        smallest_peak_bytes: the smallest predicted peak found, no remat and what refusals name included.
         baseline_peak_bytes, baseline_saved_bytes: without rematerialization.
         device: whose roofline the seconds are of.
         wanted: how many budgets were asked for.
@@ -420,13 +420,19 @@ class _Curve:
     visited: dict[int, str] = field(default_factory=dict)
     made: dict[int, Plan] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
+    named: list[int] = field(default_factory=list)  # peaks of plans that were refused
 
     def __post_init__(self) -> None:
         self.plans.append(self.free)
 
     def plan(self, plan_at: Callable[[int], Plan], budget: int) -> Plan:
         if budget not in self.made:
-            self.made[budget] = plan_at(budget)
+            try:
+                self.made[budget] = plan_at(budget)
+            except BudgetError as error:
+                named = error.smallest_peak_bytes
+                self.named += [] if named is None else [named]
+                raise
             self.plans.append(self.made[budget])
         return self.made[budget]
 
@@ -454,7 +460,9 @@ class _Curve:
             points=tuple(points),
             infeasible=tuple(infeasible),
             smallest_peak_bytes=min(
-                self.free.baseline_peak_bytes, *(plan.peak_bytes for plan in self.plans)
+                self.free.baseline_peak_bytes,
+                *(plan.peak_bytes for plan in self.plans),
+                *self.named,
             ),
             baseline_peak_bytes=self.free.baseline_peak_bytes,
             baseline_saved_bytes=self.free.baseline_saved_bytes,

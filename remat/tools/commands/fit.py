@@ -60,15 +60,14 @@ def _run(options: argparse.Namespace) -> int:
 
     from remat import api
     from remat.core.devices import get_device
-    from remat.fitting.fit import finish, fit_options
+    from remat.fitting.fit import finish, fit_options, parse_memory
     from remat.fitting.job import Job
     from remat.fitting.knobs import choose_knob
     from remat.planning.confirm import UNCHANGED
-    from remat.resolve import parse_budget
 
     policy = flags.configured(options.policy, options.option)
     with flags.reading():
-        parse_budget(options.memory, "memory")
+        parse_memory(options.memory)
         if options.device is not None:
             get_device(options.device)
         check_places(save=options.save, json=options.json)

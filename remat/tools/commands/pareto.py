@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from remat.core.interrupt import BestSoFar
 from remat.plans.words import human_bytes, human_flops, human_seconds
 from remat.tools.terminal import flags
-from remat.tools.terminal.messages import interrupted
+from remat.tools.terminal.messages import FAILURE, interrupted
 from remat.tools.terminal.progress import Progress
 from remat.tools.terminal.screen import Cell, Column, Screen, check_places, deliver, warnings_shown
 
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
         done = 0 if found is None else len(found.points) + len(found.infeasible)
         of = "" if found is None else f" of {found.wanted}"
         return interrupted(f"{done}{of} budgets were planned")
-    return 0
+    return 0 if found is None or found.points else FAILURE
 
 
 def _state(curve: Pareto) -> str:

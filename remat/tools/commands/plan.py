@@ -45,7 +45,7 @@ def add_planning(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--confirm",
         metavar="DEVICE",
-        help="compile to confirm the budget: for a device, or attached, auto, off",
+        help="compile to confirm the budget: for a device, or attached, auto, on, off",
     )
 
 
@@ -62,11 +62,8 @@ def made(options: argparse.Namespace, progress: Progress) -> Plan:
 
     name = chosen_policy(None, options.policy or UNSET, options.budget)
     policy = flags.configured(name, options.option, options.device)
-    confirm = options.confirm
-    if confirm is not None and confirm.isdecimal():
-        confirm = int(confirm)
     with flags.reading():
-        resolve(policy, options.budget, confirm)
+        resolve(policy, options.budget, options.confirm)
     function, args = flags.loaded(options)
     progress(f"{name}: tracing and planning")
     return api.plan(
@@ -74,7 +71,7 @@ def made(options: argparse.Namespace, progress: Progress) -> Plan:
         *args,
         remat_policy=policy,
         budget=options.budget,
-        confirm=confirm,
+        confirm=options.confirm,
         argnums=options.argnums,
         progress=progress,
     )

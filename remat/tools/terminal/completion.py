@@ -23,7 +23,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "--policy": tuple(sorted(POLICIES)),
     "--policies": tuple(sorted(POLICIES)),
     "--device": tuple(DEVICES),
-    "--confirm": (*DEVICES, "attached", "auto", "off"),
+    "--confirm": (*DEVICES, "attached", "auto", "on", "off"),
 }
 
 
