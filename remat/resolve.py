@@ -34,7 +34,7 @@ __all__ = [
 _VARIABLE = "REMAT_CONFIRM"
 _YES_WORDS = frozenset({"on", "true", "yes"})  # and 1
 _NO_WORDS = frozenset({"off", "false", "no", "none"})  # and 0
-_NO_NAMES = ("auto", "attached")  # what a Confirm takes besides names of devices
+_UNNAMED = ("auto", "attached")  # what a Confirm takes besides names of devices
 _MOST_DIGITS = 10  # of a number of compiles
 # What training configs already say; MaxText's `minimal` keeps the matmuls without batch dimensions.
 _CONFIG_NAMES = {"minimal": "dots_with_no_batch_dims_saveable"}
@@ -175,7 +175,7 @@ def parse_confirm(confirm: Any) -> Confirm | None:
     if isinstance(confirm, Integral):
         return Confirm(compiles=int(confirm)) if confirm else None
     if isinstance(confirm, Confirm):
-        if confirm.device not in _NO_NAMES:
+        if confirm.device not in _UNNAMED:
             get_device(confirm.device, "'auto', 'attached'")
         return confirm
     raise CompileError(
@@ -198,10 +198,10 @@ def _confirm_in_words(text: str, given: str) -> Confirm | None:
         return Confirm()
     if number is not None:
         return Confirm(compiles=number)
-    if word not in (*_NO_NAMES, *DEVICES):
+    if word not in (*_UNNAMED, *DEVICES):
         raise CompileError(
             f"{given} is not known; expected 'on', 'off', 'auto', 'attached', a number of compiles, or a device to "
-            f"compile for, one of {', '.join(DEVICES)}{nearest(word, (*_NO_NAMES, *DEVICES))}"
+            f"compile for, one of {', '.join(DEVICES)}{nearest(word, (*_UNNAMED, *DEVICES))}"
         )
     return Confirm(device=word)
 
