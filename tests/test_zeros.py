@@ -132,9 +132,6 @@ def test_gradients_are_those_of_plain_jax(function: Callable[..., Tree], policy:
 @pytest.mark.parametrize("function", FUNCTIONS, ids=by_name)
 @pytest.mark.parametrize("around", ["vmap", "scan", "checkpoint", "ours", "respect"])
 def test_whatever_is_around(function: Callable[..., Tree], around: str) -> None:
-    if around == "vmap" and function is mapped:
-        pytest.skip("a mapped shard_map of one row")
-
     def over(f: Callable[..., Tree]) -> Callable[..., Tree]:
         if around == "vmap":
             return lambda w, x: jax.vmap(lambda s: gradients(f)(w, x * s))(jnp.arange(1.0, 3.0))

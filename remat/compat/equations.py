@@ -16,6 +16,9 @@ from remat.compat.deferred import DEFERRED
 from remat.compat.types import shape_of
 
 __all__ = [
+    "CHECKPOINT_NAMES",
+    "INLINE_ALWAYS",
+    "JIT_NAMES",
     "avals_of",
     "call_body",
     "called_function_name",
@@ -41,9 +44,9 @@ __all__ = [
 JaxprEqn = Any
 
 # Names under which jax has shipped the same call-like primitives.
-_INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call", "eval_jaxpr"})
-_JIT_NAMES = frozenset({"jit", "pjit"})
-_CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
+INLINE_ALWAYS = frozenset({"closed_call", "core_call", "core_closed_call", "call", "eval_jaxpr"})
+JIT_NAMES = frozenset({"jit", "pjit"})
+CHECKPOINT_NAMES = frozenset({"checkpoint", "remat", "remat2", "remat3"})
 _CUSTOM_NAMES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 # What has a rule for derivatives that says that there are none, or one that does not hold for every kernel.
 _WITHOUT_DERIVATIVE = frozenset({"ffi_call", "io_callback", "pallas_call", "pure_callback"})
@@ -134,14 +137,14 @@ def call_body(eqn: JaxprEqn, *, inline_checkpoints: bool, inline_custom: bool) -
     something without: whoever differentiates once more needs the rule.
     """
     name, params = name_of(eqn), _params_of(eqn)
-    if name in _JIT_NAMES:
+    if name in JIT_NAMES:
         plain = _unspecified(params.get("in_shardings", ())) and _unspecified(
             params.get("out_shardings", ())
         )
         return params["jaxpr"] if plain else None
-    if name in _INLINE_ALWAYS:
+    if name in INLINE_ALWAYS:
         return params.get("call_jaxpr", params.get("jaxpr"))
-    if name in _CHECKPOINT_NAMES and inline_checkpoints:
+    if name in CHECKPOINT_NAMES and inline_checkpoints:
         return params["jaxpr"]
     if name == DEFERRED and inline_custom:
         return params["jaxpr"]
@@ -188,7 +191,7 @@ def called_function_name(eqn: JaxprEqn) -> str | None:
 
     Calls are those of jitted functions and of functions with their own derivative rule.
     """
-    if eqn.primitive.name in _JIT_NAMES:
+    if eqn.primitive.name in JIT_NAMES:
         return eqn.params.get("name")
     if eqn.primitive.name not in _CUSTOM_NAMES:
         return None

@@ -10,7 +10,14 @@ from typing import Any
 import jax
 
 from remat.compat.barriers import tied
-from remat.compat.equations import name_of, open_jaxpr, sub_jaxprs
+from remat.compat.equations import (
+    CHECKPOINT_NAMES,
+    INLINE_ALWAYS,
+    JIT_NAMES,
+    name_of,
+    open_jaxpr,
+    sub_jaxprs,
+)
 from remat.compat.evaluation import at_site
 from remat.compat.loops import run_scan, scan_parts
 
@@ -18,8 +25,7 @@ __all__ = ["part_bodies", "run_part"]
 
 JaxprEqn = Any
 
-_CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
-_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+_WITH_ONE_BODY = INLINE_ALWAYS | JIT_NAMES | CHECKPOINT_NAMES | {"shard_map"}
 
 
 def part_bodies(eqn: JaxprEqn) -> list[Any]:
@@ -30,7 +36,7 @@ def part_bodies(eqn: JaxprEqn) -> list[Any]:
     name, bodies = name_of(eqn), sub_jaxprs(eqn)
     if name == "cond":
         return [] if "branches_platforms" in eqn.params else bodies
-    is_known = scan_parts(eqn) is not None or name in {*_CALLS, *_REGIONS, "shard_map"}
+    is_known = scan_parts(eqn) is not None or name in _WITH_ONE_BODY
     fits = len(bodies) == 1 and len(open_jaxpr(bodies[0])[0].invars) == len(eqn.invars)
     return bodies if is_known and fits else []
 
@@ -73,7 +79,7 @@ def run_part(
                 check_vma=params["check_vma"],
             )
             return list(mapped(*operands))
-        if name in _REGIONS:
+        if name in CHECKPOINT_NAMES:
             if params["differentiated"] and params["prevent_cse"]:
                 operands = [tied([x])[0] for x in operands]
             body = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])

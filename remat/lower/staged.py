@@ -175,7 +175,7 @@ class _Machine:
         self.missing: set[int] = set()  # and what cannot be made for them
 
     def read(self, atom: Any) -> Any:
-        return atom.value if isinstance(atom, Literal) else self.env[atom]
+        return self.zeros.read(atom, self.env)
 
     def run(self, steps: Sequence[Step]) -> None:
         for step in steps:

@@ -8,7 +8,6 @@ its cotangents, so zeros are followed through linear operators; whatever else re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,6 @@ _TOGETHER: dict[str, tuple[int, ...]] = {
 _SUMS = frozenset({"add", "add_any"})
 # Zeros written into a program stay what they are through these.
 _MOVES = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "transpose"})
-_MOST_ELEMENTS = 2**16  # of a constant that is looked at
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,7 @@ def _zeros_like(aval: Any) -> Any:
 
 def _is_zero(constant: Any) -> bool:
     """Whether a constant is zero; arrays of jax, which may be on another device, are not looked at."""
-    if isinstance(constant, jax.Array) or math.prod(np.shape(constant)) > _MOST_ELEMENTS:
-        return False
-    return not np.any(np.asarray(constant))
+    return not isinstance(constant, jax.Array) and not np.any(np.asarray(constant))
 
 
 def _through(eqn: Any, flags: Sequence[bool], known: Sequence[bool]) -> tuple[bool, ...]:
