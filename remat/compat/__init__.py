@@ -65,6 +65,7 @@ from remat.compat.loops import (
     scan_parts,
     trace_chunk,
 )
+from remat.compat.manual import manual_mesh, outside_of_shard_map
 from remat.compat.parts import part_bodies, run_part
 from remat.compat.shardings import explicit_axes, num_shards, reshape, reshard_like
 from remat.compat.sizes import equation_with_sizes, with_sizes
@@ -72,6 +73,7 @@ from remat.compat.types import (
     array_like,
     cotangent_of,
     is_symbolic,
+    ones_of,
     shape_of,
     varying_axes,
     zeros_of,
@@ -83,6 +85,8 @@ __all__ = [
     "reshape",
     "reshard_like",
     "array_like",
+    "manual_mesh",
+    "outside_of_shard_map",
     "untraced",
     "structure_of",
     "reference_of",
@@ -118,6 +122,7 @@ __all__ = [
     "is_gradient",
     "is_literal",
     "is_symbolic",
+    "ones_of",
     "is_traced_here",
     "is_tracer",
     "jax_checkpoint",

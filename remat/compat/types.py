@@ -12,6 +12,7 @@ __all__ = [
     "array_like",
     "cotangent_of",
     "is_symbolic",
+    "ones_of",
     "shape_of",
     "varying_axes",
     "zeros_of",
@@ -51,9 +52,18 @@ def array_like(value: Any, aval: Any) -> Any:
 
 def zeros_of(aval: Any) -> Any:
     """Returns zeros of an abstract value, varying over mesh axes as it says."""
-    zeros = jax.numpy.zeros(aval.shape, aval.dtype)
+    return _filled(aval, 0)
+
+
+def ones_of(aval: Any) -> Any:
+    """Returns ones of an abstract value, varying over mesh axes as it says."""
+    return _filled(aval, 1)
+
+
+def _filled(aval: Any, value: int) -> Any:
+    array = jax.numpy.full(aval.shape, value, aval.dtype)
     axes = tuple(sorted(varying_axes(aval)))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 def is_symbolic(aval: Any) -> bool:

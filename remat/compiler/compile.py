@@ -266,13 +266,19 @@ def trace_step(
     donate_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
     keep_barriers: bool = True,
+    is_placed: bool = False,
 ) -> TracedStep:
     """Traces a function for what it is to be compiled for; the arguments are those of `compile_report`.
+
+    Args:
+        is_placed: whether the shardings of all arguments say already on which of such devices they are.
 
     Raises:
         CompileError: the device is not known, or its compiler is not installed or lacks its tools.
     """
     target = find_target(device, (compiler_options or {}).get(DATA_DIR_OPTION))
+    if is_placed:
+        target = dataclasses.replace(target, sharding=None)
     options = _merged_options(target.platform, compiler_options, keep_barriers)
     static, donated = as_tuple(static_argnums), as_tuple(donate_argnums)
     skipped = places_of(static, len(args))
@@ -374,9 +380,11 @@ def _target_notes(
 
 def _argument_notes(target: Target, arguments: Any) -> tuple[str, ...]:
     """Arguments spread over several devices are whole where the target is one device."""
+    if target.sharding is None:
+        return ()
     placed = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
     widest = max((len(s.device_set) for s in placed if s is not None), default=1)
-    if target.sharding is None or widest == 1:
+    if widest == 1:
         return ()
     return (
         f"arguments sharded over {widest} devices: compiled for one device that holds them whole",

@@ -33,6 +33,7 @@ __all__ = [
     "Target",
     "compile_for",
     "compile_sample",
+    "devices_of",
     "find_target",
     "is_array",
     "lower_for",
@@ -65,7 +66,7 @@ def target_device(name: str | None) -> Device | None:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where to compile for: `sharding` is None for the attached default device."""
+    """Where to compile for: `sharding` is None for the attached default device, and where the arrays say it."""
 
     name: str
     platform: str
@@ -110,6 +111,32 @@ def find_target(name: str | None, data_dir: str | None) -> Target:
     is_gpu = device.platform == "cuda"
     sharding = _absent_gpu(device, data_dir) if is_gpu else described_tpu(device)
     return Target(device.name, device.platform, False, device, sharding)
+
+
+def devices_of(name: str | None, count: int) -> list[Any]:
+    """Returns so many devices to compile a program for that runs on all of them.
+
+    Args:
+        name: of a device; None for the attached ones.
+        count: of devices.
+
+    Raises:
+        CompileError: no such device, or fewer of them; or XLA's compiler, or what it needs, is not there.
+    """
+    target = find_target(name, None)
+    if target.is_attached:
+        found = jax.devices() if target.sharding is None else jax.devices(target.platform)
+    elif target.platform == "cuda":
+        assert target.device is not None
+        found = list(_topology(target.device, count).devices)
+    else:
+        assert target.sharding is not None
+        found = list(target.sharding.device_set)
+    if len(found) < count:
+        raise CompileError(
+            f"What runs on {count} devices cannot be compiled for {target.name!r}: there are {len(found)}"
+        )
+    return found[:count]
 
 
 def _absent_gpu(device: Device, data_dir: str | None) -> jax.sharding.SingleDeviceSharding:
@@ -225,9 +252,9 @@ def _described_gpu(device: Device, module: str) -> jax.sharding.SingleDeviceShar
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def _topology(device: Device) -> topologies.TopologyDescription:
+def _topology(device: Device, count: int = 1) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(
-        device.name, "cuda", target_config=device.target_config, topology="1x1x1"
+        device.name, "cuda", target_config=device.target_config, topology=f"1x1x{count}"
     )
 
 
@@ -253,7 +280,7 @@ def lower_for(traced: Any, target: Target) -> jax.stages.Lowered:
     """Lowers what was traced: as `jax.jit(f).trace` returns it, or anything with the same `lower`.
 
     Raises:
-        NameError: it communicates over an axis of a shard_map around it, which it does not have alone.
+        NameError: it communicates over an axis of a transformation around it, which it does not have alone.
         NotImplementedError: jax does not lower it, for that reason or another that it does not name.
     """
     try:
@@ -265,10 +292,10 @@ def lower_for(traced: Any, target: Target) -> jax.stages.Lowered:
     ) as error:  # of jax, of most collectives; with `axis_index` it is a NameError
         if names := _axes_around(traced):
             raise NameError(
-                f"it communicates over the axes {names} of a shard_map around it"
+                f"it communicates over the axes {names} of a transformation around it"
             ) from error
         raise NotImplementedError(
-            "jax does not lower it alone, as what communicates over an axis of a shard_map around it"
+            "jax does not lower it alone, as what communicates over an axis of a transformation around it"
         ) from error
 
 

@@ -9,16 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from remat import compat
 from remat.compiler.compile import trace_step
 from remat.compiler.remembered import compiled_numbers
+from remat.compiler.targets import devices_of
 from remat.compiler.toolchain import find_plugin
 from remat.compiler.tpu import is_tpu_compiler_there
 from remat.core.devices import get_device
 from remat.core.errors import CompileError, RematWarning
 from remat.core.interrupt import say
+from remat.lower.mapped import mapped_part
 from remat.lower.pipeline import MakesBody, Room, plan_room
 from remat.lower.regions import annotate_program
 from remat.lower.staged import Staged
@@ -156,15 +157,10 @@ def _compiled(
     program = staged.joint.program
     if any(map(compat.is_tracer, program.constants.values())):
         raise CompileError("the function closes over values of a transformation around it")
-    axes = {axis for v in program.inputs for axis in compat.varying_axes(program.avals[v])}
-    if axes:
-        raise CompileError(
-            f"the function is a part of a shard_map and differs over its axes {sorted(axes)}: it cannot be "
-            "compiled alone. confirm=False meets the budget as predicted; shard_map(check_vma=False) lets parts "
-            "without collectives be compiled; remat.fit compiles whole steps"
-        )
     count, differentiated = staged.joint.num_inputs, staged.joint.cotangent_outputs
-    shapes = [_shape(program, v) for v in program.inputs]
+    avals = [program.avals[v] for v in program.inputs]
+    around = compat.manual_mesh()
+    is_checked = any(map(compat.varying_axes, program.avals))
     is_loss = _is_loss(room, staged)
 
     def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -191,23 +187,36 @@ def _compiled(
 
     run = by_policy if room.name_values else step
 
-    def of_loss(inputs: Sequence[Any]) -> Any:
-        return run(inputs, [jnp.ones((), shapes[count].dtype), *[None] * (len(differentiated) - 1)])
+    def of_all(*values: Any) -> Any:
+        return run(values[:count], values[count:])
 
-    def gradients(inputs: Sequence[Any]) -> Any:
-        results, *others = of_loss(inputs)
+    def of_loss(*inputs: Any) -> Any:
+        one = compat.ones_of(avals[count])
+        return run(inputs, [one, *[None] * (len(differentiated) - 1)])
+
+    def gradients(*inputs: Any) -> Any:
+        results, *others = of_loss(*inputs)
         return [x for i, x in enumerate(results) if i != differentiated[0]], others
 
-    def numbers(function: Callable[..., Any], *args: Any) -> Confirmed:
-        return compiled_numbers(trace_step(function, args, {}, device=device))
+    def numbers(function: Callable[..., Any], avals: Sequence[Any]) -> Confirmed:
+        if around is None:
+            return compiled_numbers(
+                trace_step(function, tuple(map(_shape, avals)), {}, device=device)
+            )
+        mesh, axes = around
+        with compat.outside_of_shard_map():
+            devices = devices_of(device, mesh.size)
+            part, shapes = mapped_part(function, avals, mesh, axes, devices, is_checked)
+            step = trace_step(part, tuple(shapes), {}, device=device, is_placed=True)
+            return compiled_numbers(step)
 
     try:
         if not is_loss:
-            return before or numbers(run, shapes[:count], shapes[count:])
+            return before or numbers(of_all, avals)
         if before is None:
-            return numbers(gradients, shapes[:count])
+            return numbers(gradients, avals[:count])
         say("the loss with its gradient: compiling")
-        return max(before, numbers(of_loss, shapes[:count]), key=lambda n: n.temp_bytes)
+        return max(before, numbers(of_loss, avals[:count]), key=lambda n: n.temp_bytes)
     except (TypeError, ValueError, NotImplementedError, NameError) as error:
         raise CompileError(
             f"the function cannot be compiled alone, outside of the transformation it is called in: {error}. "
@@ -215,6 +224,5 @@ def _compiled(
         ) from error
 
 
-def _shape(program: Program, value: int) -> jax.ShapeDtypeStruct:
-    aval = program.avals[value]
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -1,0 +1,36 @@
+"""Inside of a `jax.shard_map`: the mesh around what is traced, and a way out of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from jax._src import core as _core
+from jax.sharding import AbstractMesh, AxisType
+
+__all__ = ["manual_mesh", "outside_of_shard_map"]
+
+
+def manual_mesh() -> tuple[AbstractMesh, frozenset[str]] | None:
+    """Returns the mesh of the `shard_map` around what is traced, and the axes it is mapped over; None outside."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = frozenset(mesh.manual_axes)
+    if not axes:
+        return None
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = tuple(AxisType.Auto if name in axes else kind for name, kind in types)
+    device = {"abstract_device": mesh.abstract_device}
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=free, **device), axes
+
+
+@contextlib.contextmanager
+def outside_of_shard_map() -> Iterator[None]:
+    """Traces what is in it as if nothing were mapped around it, so that it can have a `shard_map` of its own."""
+    axes = _core.get_axis_env()
+    _core.trace_ctx.set_axis_env(_core.top_axis_env)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _core.eval_context():
+            yield
+    finally:
+        _core.trace_ctx.set_axis_env(axes)
