@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+import remat
+from remat.lower import confirm
 from tests.programs import run_on_devices
 
 PROGRAM = """
@@ -183,6 +189,28 @@ print("confirmed as the part of a device")
 def test_the_compiler_is_asked_for_the_part_of_a_device() -> None:
     """What it says of a part, alone on a mesh of its own, is what the whole step takes: with collectives, too."""
     assert "confirmed as the part of a device" in run_on_devices(PART, 4)
+
+
+@pytest.mark.parametrize("name", ["psum", "axis_index"])
+def test_axes_of_no_mesh_are_not_compiled_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jax.make_jaxpr(axis_env=)` names axes without devices: named devices refuse, others warn."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jax.lax.pmean(x, "d") if name == "psum" else x * jax.lax.axis_index("d")
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def traced(**options: Any) -> Any:
+        part = remat.checkpoint(loss, budget=1.0, **options)
+        w, x = jnp.full((16, 16), 0.1), jnp.ones((64, 16))
+        return jax.make_jaxpr(jax.grad(part), axis_env=[("d", 4)])(w, x)
+
+    with pytest.raises(remat.CompileError, match=r"cannot be compiled alone, .*(name: d|\['d'\])"):
+        traced(confirm="cpu")
+    monkeypatch.setattr(confirm, "_device", lambda planner: ("cpu", ""))
+    with pytest.warns(remat.RematWarning, match="met as predicted, and not confirmed"):
+        traced(confirm="auto")
 
 
 ABSENT = """
