@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from remat import compat
-from remat.core.errors import PolicyError, RematWarning, TraceError, nearest, shown
+from remat.core.errors import PolicyError, TraceError, nearest, shown, warn
 from remat.planning.planners import Confirm, PlanPlanner, PolicyPlanner
 from remat.resolve import JaxPolicy, Off, resolve
 from remat.trace.calls import Filter, flatten_call
@@ -183,7 +182,7 @@ def _check_names(names: frozenset[str], eqns: Sequence[Any]) -> None:
     )
     if len(missing) == len(names):
         raise PolicyError(text)
-    warnings.warn(text, RematWarning, stacklevel=4)
+    warn(text)
 
 
 def chosen_policy(policy: Any, remat_policy: Any, budget: int | float | str | None) -> Any:

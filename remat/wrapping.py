@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ from remat.compat.deferred import Rule, call_deferred
 from remat.core.errors import (
     BudgetError,
     PolicyError,
-    RematWarning,
     TraceError,
     nearest,
     shown,
+    warn,
 )
 from remat.core.interrupt import Progress, planning
 from remat.lower.attempt import active_attempt
@@ -427,11 +426,9 @@ def _warn_of_gradients(fun: Callable[..., Any], program: Program, flags: Sequenc
                 "gradients, or new parameters"
             )
     if reason:
-        warnings.warn(
+        warn(
             f"{reason}, so that this plans its derivative, the second one of the loss. Plan the loss itself: "
-            "remat.plan(loss, ...). For a whole step see remat.fit and remat.compile_report",
-            RematWarning,
-            stacklevel=4,
+            "remat.plan(loss, ...). For a whole step see remat.fit and remat.compile_report"
         )
 
 

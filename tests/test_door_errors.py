@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 
 import remat
 import remat.equinox
@@ -404,3 +405,26 @@ def test_the_command_line_takes_nonsense(command: str, data: st.DataObject) -> N
         assert main(argv) == 2
     except SystemExit as ended:
         assert ended.code == 2
+
+
+def _two_names(x: jax.Array) -> jax.Array:
+    return jnp.sum(checkpoint_name(jnp.sin(x), "there") ** 2)
+
+
+_TWO_NAMES = jax.checkpoint_policies.save_only_these_names("there", "missing")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: remat.plan(jax.grad(_two_names), x),
+        lambda x: remat.checkpoint(_two_names, policy=_TWO_NAMES)(x),
+        lambda x: jax.jit(jax.grad(remat.checkpoint(_two_names, policy=_TWO_NAMES)))(x),
+    ],
+    ids=["plan", "called", "in jit"],
+)
+def test_a_warning_is_of_the_line_that_asked(use: Callable[[jax.Array], object]) -> None:
+    """Not of one of ours, or of jax's: Python shows it, and may show it once for every line."""
+    with pytest.warns(remat.RematWarning) as found:
+        use(jnp.ones(8))
+    assert {warning.filename for warning in found} == {__file__}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable
 from numbers import Real
 
@@ -22,6 +24,7 @@ __all__ = [
     "nearest",
     "number_or_nan",
     "shown",
+    "warn",
 ]
 
 
@@ -31,6 +34,19 @@ class RematError(Exception):
 
 class RematWarning(UserWarning):
     """A plan is valid but probably not what was meant, or worse than it could be for a reason that is named."""
+
+
+_BETWEEN = frozenset({"remat", "jax", "flax", "equinox", "contextlib", "functools"})
+
+
+def warn(message: str, category: type[Warning] = RematWarning) -> None:
+    """Warns at the line of the caller's own code, below ours and that of the packages that call us."""
+    level, frame = 1, sys._getframe()
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        if frame.f_back is None:
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 class PolicyError(RematError, ValueError):

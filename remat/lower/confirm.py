@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from remat.compiler.targets import devices_of
 from remat.compiler.toolchain import find_plugin
 from remat.compiler.tpu import is_tpu_compiler_there
 from remat.core.devices import get_device
-from remat.core.errors import CompileError, RematWarning
+from remat.core.errors import CompileError, warn
 from remat.core.interrupt import say
 from remat.lower.mapped import mapped_part
 from remat.lower.pipeline import MakesBody, Room, plan_room
@@ -79,11 +78,7 @@ def plan_and_confirm(
     except CompileError as error:
         if asked.confirm.device != "auto":
             raise
-        warnings.warn(
-            f"{_as_predicted(asked)}, and not confirmed by the compiler: {error}",
-            RematWarning,
-            stacklevel=2,
-        )
+        warn(f"{_as_predicted(asked)}, and not confirmed by the compiler: {error}")
         return _unconfirmed(make(planner), asked, "the compiler failed", aside)
     if _is_loss(room, staged) and len(staged.joint.cotangent_outputs) > 1:
         plan = replace(plan, notes=(*plan.notes, _BESIDE))

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from remat.core.errors import warn
 from remat.plans.writing import write_whole
 from remat.tools.alone import JaxDevice, one_line
 
@@ -67,11 +68,10 @@ class CostsFile:
             self._write()
         except OSError as error:
             self.writable = False
-            warnings.warn(
+            warn(
                 f"measured costs are not remembered: {self.path} cannot be written ({error}); pass "
                 "cache_dir= or set XDG_CACHE_HOME to a folder that can",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -89,11 +89,10 @@ class CostsFile:
             return {}
 
     def _complain(self, error: Exception) -> None:
-        warnings.warn(
+        warn(
             f"{self.path} is not a file of measured costs ({one_line(error)}); it is ignored, and "
             "rewritten with the next measurement",
             RuntimeWarning,
-            stacklevel=5,
         )
 
     def _write(self) -> None:

@@ -16,7 +16,6 @@ The cache knows device and jax version, not XLA's flags or the driver: delete it
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from remat import compat, wrapping
 from remat.compiler.remembered import default_cache_dir
 from remat.core.cost import op_seconds
 from remat.core.devices import DEVICES, Device, device_of_kind, get_device
-from remat.core.errors import CompileError, PolicyError
+from remat.core.errors import CompileError, PolicyError, warn
 from remat.core.graph import Op
 from remat.core.interrupt import Progress
 from remat.core.primitives import OpClass
@@ -235,10 +234,9 @@ def measure_joint(
             seconds.update(dict.fromkeys(members, cache[key]))
     if failed:
         some = "; ".join(f"{describe(program, groups[k][0])} {why}" for k, why in failed.items())
-        warnings.warn(
+        warn(
             f"{len(failed)} of {len(groups)} distinct operators are estimated: {some}",
             RuntimeWarning,
-            stacklevel=2,
         )
     return Costs(
         seconds=MappingProxyType(seconds),
