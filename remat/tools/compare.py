@@ -47,6 +47,7 @@ DEFAULT_POLICIES: tuple[str, ...] = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "min_cut",
+    "low_memory",
 )
 """No rematerialization, keeping nothing (ours and jax's), jax's hand-picked policies, and ours."""
 
