@@ -132,7 +132,8 @@ import itertools, jax, jax.numpy as jnp, numpy as np, remat, warnings
 from jax.sharding import AxisType, PartitionSpec as P
 from remat.policies import Ilp
 
-mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+backwards = jax.devices()[::-1]
+mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2, devices=backwards)
 w = jax.random.normal(jax.random.key(0), (64, 64)) / 8
 x = jax.random.normal(jax.random.key(1), (2048, 64))
 around = [(0, 1), (1, 0)]
@@ -182,6 +183,8 @@ with warnings.catch_warnings():
     assert used <= plan.budget_bytes < plain, (used, plan.budget_bytes, plain)
     # Mapped over one axis of two: the other one is jax's own affair.
     case(collectives["psum"], False, "staged", ("d",), remat_policy="full")
+    with jax.set_mesh(mesh):
+        case(collectives["psum"], True, "staged", remat_policy="full")
 print("confirmed as the part of a device")
 """
 
@@ -242,6 +245,13 @@ used = [
     for transform in (jax.grad, jax.value_and_grad)
 ]
 step(jax.grad, attached)
+jax.clear_caches()
+with jax.set_mesh(attached):
+    step(jax.grad, attached)
+    # Outside of a shard_map, too: whole arrays on one of them.
+    whole = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+    assert remat.plan(whole, *shapes, **options).confirmed.device == "h200"
+assert len(found) == 4
 assert {plan.confirmed.device for plan in found} == {"h200"}
 assert {plan.confirmed.temp_bytes for plan in found} == {max(used)}, (found, used)
 print("confirmed for GPUs that are not there")

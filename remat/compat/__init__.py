@@ -65,7 +65,7 @@ from remat.compat.loops import (
     scan_parts,
     trace_chunk,
 )
-from remat.compat.manual import manual_mesh, outside_of_shard_map
+from remat.compat.manual import manual_mesh, outside_of_meshes
 from remat.compat.parts import part_bodies, run_part
 from remat.compat.shardings import explicit_axes, num_shards, reshape, reshard_like
 from remat.compat.sizes import equation_with_sizes, with_sizes
@@ -86,7 +86,7 @@ __all__ = [
     "reshard_like",
     "array_like",
     "manual_mesh",
-    "outside_of_shard_map",
+    "outside_of_meshes",
     "untraced",
     "structure_of",
     "reference_of",

@@ -1,4 +1,4 @@
-"""Inside of a `jax.shard_map`: the mesh around what is traced, and a way out of it."""
+"""The mesh of the `jax.shard_map` around what is traced, and a way out of all meshes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from jax._src import core as _core
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-__all__ = ["manual_mesh", "outside_of_shard_map"]
+__all__ = ["manual_mesh", "outside_of_meshes"]
+
+_NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 
 def manual_mesh() -> tuple[AbstractMesh, frozenset[str]] | None:
@@ -25,12 +28,12 @@ def manual_mesh() -> tuple[AbstractMesh, frozenset[str]] | None:
 
 
 @contextlib.contextmanager
-def outside_of_shard_map() -> Iterator[None]:
-    """Traces what is in it as if nothing were mapped around it, so that it can have a `shard_map` of its own."""
+def outside_of_meshes() -> Iterator[None]:
+    """Traces what is in it as if no mesh were set and nothing mapped around it, so that it can have its own."""
     axes = _core.get_axis_env()
     _core.trace_ctx.set_axis_env(_core.top_axis_env)
     try:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _core.eval_context():
+        with _core.eval_context(), jax.set_mesh(_NO_MESH):
             yield
     finally:
         _core.trace_ctx.set_axis_env(axes)

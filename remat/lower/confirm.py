@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -194,16 +195,18 @@ def _compiled(
         return [x for i, x in enumerate(results) if i != differentiated[0]], others
 
     def numbers(function: Callable[..., Any], avals: Sequence[Any]) -> Confirmed:
-        if around is None:
+        shapes, is_placed = list(map(_shape, avals)), around is not None
+        # Where arrays say how they are sharded, what is attached has to be asked within their mesh.
+        is_absent = device is not None and get_device(device).platform != jax.default_backend()
+        leave = compat.outside_of_meshes if is_placed or is_absent else contextlib.nullcontext
+        with leave():
+            if around is not None:
+                mesh, axes = around
+                devices = devices_of(device, mesh.size)
+                function, shapes = mapped_part(function, avals, mesh, axes, devices, is_checked)
             return compiled_numbers(
-                trace_step(function, tuple(map(_shape, avals)), {}, device=device)
+                trace_step(function, tuple(shapes), {}, device=device, is_placed=is_placed)
             )
-        mesh, axes = around
-        with compat.outside_of_shard_map():
-            devices = devices_of(device, mesh.size)
-            part, shapes = mapped_part(function, avals, mesh, axes, devices, is_checked)
-            step = trace_step(part, tuple(shapes), {}, device=device, is_placed=True)
-            return compiled_numbers(step)
 
     try:
         if not is_loss:
