@@ -308,7 +308,7 @@ def test_interrupted_comparison_prints_what_it_has(
     assert main(["compare", TINY]) == 130
     out, err = capsys.readouterr()
     assert "none" in out and "11.8 MiB" in out
-    assert err == f"interrupted: 1 of {len(DEFAULT_POLICIES)} policies were compared\n"
+    assert err == "interrupted: 1 of 7 policies were compared\n"
     assert main(["compare", TINY, "--json"]) == 130
     document = json.loads(capsys.readouterr().out)
     assert document["interrupted"] is True and len(document["rows"]) == 1

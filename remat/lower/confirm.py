@@ -195,12 +195,14 @@ def _compiled(
         return [x for i, x in enumerate(results) if i != differentiated[0]], others
 
     def numbers(function: Callable[..., Any], avals: Sequence[Any]) -> Confirmed:
-        shapes, is_placed = list(map(_shape, avals)), around is not None
+        is_placed = around is not None
         # Where arrays say how they are sharded, what is attached has to be asked within their mesh.
         is_absent = device is not None and get_device(device).platform != jax.default_backend()
         leave = compat.outside_of_meshes if is_placed or is_absent else contextlib.nullcontext
         with leave():
-            if around is not None:
+            if around is None:
+                shapes = list(map(_shape, avals))
+            else:
                 mesh, axes = around
                 devices = devices_of(device, mesh.size)
                 function, shapes = mapped_part(function, avals, mesh, axes, devices, is_checked)
