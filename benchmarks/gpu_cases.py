@@ -49,6 +49,7 @@ class Program:
         gradients: picks what is compared between rows from the result.
         carries: whether the result's first item replaces the first argument, which is donated.
         tokens: per call; 0 where that means nothing.
+        plan: the file of its plan within a budget, written when it is traced for the first time.
     """
 
     label: str
@@ -58,6 +59,7 @@ class Program:
     gradients: Callable[[Any], Any]
     carries: bool = False
     tokens: int = 0
+    plan: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +279,7 @@ def _program(row: Row, integers: int | tuple[int, ...], is_loss: bool) -> Progra
         row.args,
         functools.partial(device_arrays, row.args, integers=integers),
         gradients=(lambda out: out[1]) if is_loss else (lambda out: out),
+        plan=row.function.place if isinstance(row.function, _Budgeted) else None,
     )
 
 

@@ -146,10 +146,25 @@ def name_rows(group: GpuGroup) -> None:
 
 def run_compile(group: GpuGroup, label: str) -> None:
     """Traces, plans and compiles a row; plan and executable then lie where this run's other processes find them."""
+    (program,) = _chosen(group, [label])
     try:
-        emit_row(group, label, compiled=_compiled(_chosen(group, [label])[0]))
+        emit_row(group, label, compiled=_compiled(program), **_promise(program))
     except BudgetError as error:
         emit_row(group, label, status="refused", reason=_short(error))
+
+
+def _promise(program: Program) -> dict[str, Any]:
+    """The budget of a row's plan, and what the compiler that was asked said the plan takes."""
+    if program.plan is None or not program.plan.exists():
+        return {}
+    plan = remat.Plan.from_json(program.plan)
+    return {
+        "within": {
+            "budget_bytes": plan.budget_bytes,
+            "confirmed_bytes": plan.confirmed and plan.confirmed.temp_bytes,
+            "compiles": plan.confirmed and plan.confirmed.compiles,
+        }
+    }
 
 
 def _chosen(group: GpuGroup, labels: Sequence[str]) -> list[Program]:
