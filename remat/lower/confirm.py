@@ -69,13 +69,17 @@ def plan_and_confirm(
     def compiled(made: Staged, before: Confirmed | None) -> Confirmed:
         return _compiled(made, room, aside, device, before)
 
+    def as_it_is(made: Staged) -> int:
+        gradient = _compiled(made, room, aside, device, None, as_it_is=True)
+        return _compiled(made, room, aside, device, gradient, as_it_is=True).temp_bytes
+
     try:
         if asked.budget is None:
             staged = make(planner)
             say(f"{asked.policy.name}: compiling")
             plan = replace(staged.plan, confirmed=compiled(staged, compiled(staged, None)))
         else:
-            staged, plan = confirmed(asked, asked.confirm.compiles, make, compiled)
+            staged, plan = confirmed(asked, asked.confirm.compiles, make, compiled, as_it_is)
     except CompileError as error:
         if asked.confirm.device != "auto":
             raise
@@ -137,7 +141,12 @@ def _nbytes(aval: Any) -> int:
 
 
 def _compiled(
-    staged: Staged, room: Room, aside: Program, device: str | None, before: Confirmed | None
+    staged: Staged,
+    room: Room,
+    aside: Program,
+    device: str | None,
+    before: Confirmed | None,
+    as_it_is: bool = False,
 ) -> Confirmed:
     """Compiles the results and gradients of a planned room for inputs and cotangents of its shapes.
 
@@ -146,6 +155,7 @@ def _compiled(
     A loss is compiled as it is used: its cotangent is one, results beside it have none, and as `jax.grad` has it,
     without the loss itself. XLA orders that otherwise than with it, by several per cent of the memory: given what
     was found of it, the loss is compiled as `jax.value_and_grad` has it, and the larger counts.
+    `as_it_is` leaves the plan out: jax differentiates the room.
 
     Raises:
         CompileError: it cannot be compiled alone, or not for this device.
@@ -166,7 +176,7 @@ def _compiled(
             kept, cotangents = jax.lax.optimization_barrier((kept, list(cotangents)))
         return results, staged.backward(kept, cotangents), beside
 
-    def by_policy(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    def by_jax(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         wanted = [i for i, flag in enumerate(staged.joint.perturbed) if flag]
         given = [(i, x) for i, x in zip(differentiated, cotangents, strict=True) if x is not None]
 
@@ -174,14 +184,17 @@ def _compiled(
             full = list(inputs)
             for index, value in zip(wanted, values, strict=True):
                 full[index] = value
-            results = annotate_program(room.program, staged.plan, full, prevent_cse=True)
+            if as_it_is:
+                results = evaluate(room.program, full)
+            else:
+                results = annotate_program(room.program, staged.plan, full, prevent_cse=True)
             return [results[i] for i, _ in given], results
 
         _, pull, results = jax.vjp(of_wanted, *(inputs[i] for i in wanted), has_aux=True)
         beside = evaluate(aside, inputs)
         return results, pull([x for _, x in given]), beside
 
-    run = by_policy if room.name_values else step
+    run = by_jax if as_it_is or room.name_values else step
 
     def of_all(*values: Any) -> Any:
         return run(values[:count], values[count:])

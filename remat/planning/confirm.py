@@ -1,12 +1,14 @@
 """A budget that the compiler confirms: what is planned is compiled, and planned again until that fits.
 
-What a plan predicts is the memory of a simulated program. The compiler is asked for that of the real one: of the
-program without rematerialization first, which says what a fraction is of, and whether there is anything to do; then
-of plans, each aimed by what came of those before (`remat.planning.search`). Of all that fit the fastest is taken.
+What a plan predicts is the memory of a simulated program. The compiler is asked for that of the real one: first of
+the function as it is, if the budget is a fraction of that; then of the plan that repeats nothing, which says if
+others are needed; then of these, each aimed by what came of those before (`remat.planning.search`). Of all that
+fit the fastest is taken.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,7 +19,7 @@ from remat.planning import search
 from remat.planning.bodies import Menus
 from remat.planning.planners import PolicyPlanner
 from remat.planning.protocol import Planner
-from remat.planning.resort import limit_bytes
+from remat.planning.resort import Limit, limit_bytes
 from remat.planning.smallest import smallest_plan
 from remat.planning.time_limit import SharedTime
 from remat.plans.plan import Plan
@@ -213,18 +215,17 @@ class _Bench(Generic[M]):
     """Makes and compiles the plans of one function."""
 
     def __init__(
-        self, make: Callable[[Planner], M], compiled: Callable[[M, Confirmed | None], Confirmed]
+        self,
+        make: Callable[[Planner], M],
+        compiled: Callable[[M, Confirmed | None], Confirmed],
+        limit_bytes: int,
     ) -> None:
-        self.make, self.compiled = make, compiled
-        self.limit_bytes: int | None = None
+        self.make, self.compiled, self.limit_bytes = make, compiled, limit_bytes
         self.trials: dict[str, _Trial[M]] = {}  # by digest of the plan
         self.failure: CompileError | None = None  # the last one
-        self._made: dict[Planner, M] = {}
 
     def made(self, setting: Setting) -> M:
-        if setting.planner not in self._made:
-            self._made[setting.planner] = self.make(setting.planner)
-        return self._made[setting.planner]
+        return self.make(setting.planner)
 
     def plan(self, setting: Setting) -> Plan:
         return self.made(setting).plan
@@ -235,7 +236,7 @@ class _Bench(Generic[M]):
         if key not in self.trials:
             say(f"{setting.label}: compiling, number {len(self.trials) + 1}")
             found, refused_bytes = self._found(setting, made, None)
-            self.trials[key] = _Trial(setting, made, found, refused_bytes, self.limit_bytes or 0)
+            self.trials[key] = _Trial(setting, made, found, refused_bytes, self.limit_bytes)
         return self.trials[key]
 
     def whole(self, trial: _Trial[M]) -> _Trial[M]:
@@ -265,17 +266,11 @@ class _Bench(Generic[M]):
         if before is not None and found.temp_bytes == before.temp_bytes:
             return found, 0
         size = f"{setting.label}: {human_bytes(found.temp_bytes)} compiled for {found.device}"
-        if self.limit_bytes is not None and found.temp_bytes <= self.limit_bytes:
+        if found.temp_bytes <= self.limit_bytes:
             say_best(size)
         else:
             say(size)
         return found, 0
-
-    def hold_to(self, limit_bytes: int) -> None:
-        """Sets the limit, which is not known before the first trial."""
-        self.limit_bytes = limit_bytes
-        for trial in self.trials.values():
-            trial.limit_bytes = limit_bytes
 
 
 def confirmed(
@@ -283,30 +278,31 @@ def confirmed(
     max_compiles: int,
     make: Callable[[Planner], M],
     compiled: Callable[[M, Confirmed | None], Confirmed],
+    as_it_is: Callable[[M], int],
 ) -> tuple[M, Plan]:
     """Returns a function with a plan whose compiled program is within the planner's budget, and that plan.
 
     Args:
-        planner: with a budget; a fraction is of what the compiled program takes without rematerialization.
+        planner: with a budget; a fraction is of what the function takes as it is.
         max_compiles: at most so many plans are compiled.
         make: plans with a planner.
         compiled: what the compiler says of what was made, with None of the gradient alone; given that, of whatever
-            will be run and takes more. The latter is asked of what is to be returned, and of the program without
-            rematerialization.
+            will be run and takes more. The latter is asked of what is to be returned, and of the plan that repeats
+            nothing.
+        as_it_is: the bytes of the compiled function without its plan: jax may keep other values than the plan that
+            repeats nothing, mostly in loops.
 
     Raises:
         BudgetError: no compiled program fits; the message has the smallest.
-        CompileError: the compiler fails for the first two plans, or for the one without rematerialization if
-            the budget is a fraction of it. Any other that it fails for is passed over, and a note says so.
+        CompileError: the compiler fails for the first two plans, or for the function as it is if the budget is a
+            fraction of that. Any other that it fails for is passed over, and a note says so.
     """
     assert planner.budget is not None
-    bench = _Bench(make, compiled)
+    make = functools.cache(make)
     policy = planner.policy
+    limit = _limit_bytes(planner.budget, lambda: as_it_is(make(UNCHANGED.planner)))
+    bench = _Bench(make, compiled, limit)
     plain = bench.whole(bench.trial(UNCHANGED))
-    if bench.failure is not None and plain.is_failure and isinstance(planner.budget, float):
-        raise bench.failure
-    limit = limit_bytes(planner.budget, plain.temp_bytes)
-    bench.hold_to(limit)
     own = Setting("no budget", replace(planner, budget=None, confirm=None))
 
     def left() -> int:
@@ -362,6 +358,17 @@ def confirmed(
         note = f"{failed} of the plans could not be compiled ({_first_line(bench.failure)})"
         plan = replace(plan, notes=(*plan.notes, note))
     return best.made, plan
+
+
+def _limit_bytes(budget: Limit, as_it_is: Callable[[], int]) -> int:
+    if not isinstance(budget, float):
+        return budget
+    say("as it is: compiling")
+    try:
+        whole_bytes = as_it_is()
+    except DeviceMemoryError as error:  # too large for the device, but known
+        whole_bytes = error.temp_bytes
+    return limit_bytes(budget, whole_bytes)
 
 
 def _first_line(error: CompileError) -> str:
