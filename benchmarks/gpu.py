@@ -22,12 +22,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_cases import WITHIN
 from models import validation
 
 __all__ = ["GROUP_WEIGHTS", "VALIDATION_WEIGHTS", "Results", "Worker", "main"]
@@ -61,6 +62,9 @@ SMALL_WEIGHTS: dict[str, float] = {
     "gpt2_training": 2.0,
 }
 """The groups of a dry run."""
+
+_Key = tuple[str, str]
+"""A row: its group and its label."""
 
 _RESERVE_SECONDS = 10.0
 # Shares of the time, by look: what is not ready when its part is over is listed as skipped.
@@ -146,7 +150,7 @@ class Results:
 
     path: Path
     header: dict[str, Any]
-    rows: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    rows: dict[_Key, dict[str, Any]] = field(default_factory=dict)
     skipped: list[dict[str, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -197,7 +201,13 @@ def name_rows(worker: Worker, results: Results, until: float, group: str) -> Non
         results.skip(group, _reason(error))
 
 
-def compile_row(worker: Worker, results: Results, until: float, row: tuple[str, str]) -> None:
+def compile_rows(worker: Worker, results: Results, until: float, rows: Sequence[_Key]) -> None:
+    """Plans and compiles rows, one after the other."""
+    for row in rows:
+        compile_row(worker, results, until, row)
+
+
+def compile_row(worker: Worker, results: Results, until: float, row: _Key) -> None:
     """Plans and compiles a row in a process of its own: plan and executable are there for those that run it."""
     group, label = row
     reason = "no time was left to compile"
@@ -350,9 +360,9 @@ def run(options: argparse.Namespace, cache: Path, start: float) -> int:
     )
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(functools.partial(name_rows, worker, results, compiled_by), weights))
-        rows = _in_turn(results, weights)
-        print(f"{len(rows)} rows: {compiled_by - time.time():.0f} s to compile", flush=True)
-        list(pool.map(functools.partial(compile_row, worker, results, compiled_by), rows))
+        chains = _chains(_in_turn(results, weights))
+        print(f"{len(results.rows)} rows: {compiled_by - time.time():.0f} s to compile", flush=True)
+        list(pool.map(functools.partial(compile_rows, worker, results, compiled_by), chains))
     for place, name in enumerate(weights):
         share = weights[name] / sum(list(weights.values())[place:])
         time_group(worker, results, name, time.time() + share * (timed_by - time.time()))
@@ -364,15 +374,25 @@ def run(options: argparse.Namespace, cache: Path, start: float) -> int:
     return 0 if any(row["status"] == "ok" for row in results.rows.values()) else 1
 
 
-def _in_turn(results: Results, weights: Mapping[str, float]) -> list[tuple[str, str]]:
+def _in_turn(results: Results, weights: Mapping[str, float]) -> list[_Key]:
     """The rows in the order in which they are compiled: the first of every group, and so on; more of those that
     have a larger share of the time."""
     places: dict[str, int] = dict.fromkeys(weights, 0)
-    order: dict[tuple[str, str], float] = {}
+    order: dict[_Key, float] = {}
     for row in results.rows:
         order[row] = places[row[0]] / weights[row[0]]
         places[row[0]] += 1
     return sorted(results.rows, key=order.__getitem__)
+
+
+def _chains(rows: Iterable[_Key]) -> list[list[_Key]]:
+    """The rows within budgets of a group in one list, which is compiled in turn: what the compiler said for one of
+    them is remembered for the next. Every other row is a list of its own."""
+    chains: dict[_Key, list[_Key]] = {}
+    for group, label in rows:
+        key = (group, WITHIN) if label.startswith(WITHIN) else (group, label)
+        chains.setdefault(key, []).append((group, label))
+    return list(chains.values())
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, float]:

@@ -76,7 +76,8 @@ def digests(wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
 def _digest(case: str, policy: Policy, budget: float | None) -> str:
     loss, args = CASES[case]()
     try:
-        return remat.plan(loss, *args, remat_policy=policy, budget=budget).digest()
+        plan = remat.plan(loss, *args, remat_policy=policy, budget=budget, confirm=False)
+        return plan.digest()
     except remat.RematError as error:
         return type(error).__name__
 

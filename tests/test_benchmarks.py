@@ -398,6 +398,19 @@ def test_planning_writes_its_rows(tmp_path: Path) -> None:
 # --- the benchmark that needs a GPU ----------------------------------------------------------------------
 
 
+def test_gpu_benchmark_compiles_the_budgets_of_a_group_in_turn() -> None:
+    """Each asks the compiler what the one before asked, too, and it is remembered."""
+    less, least = (f"{gpu_cases.WITHIN} {share} of none" for share in (0.7, 0.5))
+    rows = [("a", "none"), ("b", "none"), ("a", less), ("b", less), ("a", least), ("b", "full")]
+    assert gpu._chains(rows) == [
+        [("a", "none")],
+        [("b", "none")],
+        [("a", less), ("a", least)],
+        [("b", less)],
+        [("b", "full")],
+    ]
+
+
 def test_gpu_benchmark_runs_the_groups_that_exist() -> None:
     assert (
         set(gpu.GROUP_WEIGHTS | gpu.VALIDATION_WEIGHTS)
