@@ -492,7 +492,9 @@ def test_a_matmul_without_a_tiling_is_the_librarys() -> None:
     compiled, options = targets_module.compile_for(lowered, absent, own)
     assert compiled == "compiled"
     assert options == own | {"xla_gpu_enable_triton_gemm": False}
-    assert lowered.asked == [own, options]
+    # Code that is thrown away is made without LLVM's dear passes, and no report speaks of it.
+    quick = {"xla_llvm_disable_expensive_passes": True}
+    assert lowered.asked == [own | quick, options | quick]
 
 
 @pytest.mark.parametrize(
@@ -506,6 +508,23 @@ def test_nor_is_it_where_the_gpu_is_there_or_the_user_chose(
     with pytest.raises(CompileError, match="Couldn't find output tile sizes"):
         targets_module.compile_for(lowered, target, options)
     assert len(lowered.asked) == 1
+    assert is_attached == (lowered.asked == [None])
+
+
+@pytest.mark.gpu_compile
+def test_a_report_of_an_absent_gpu_does_not_depend_on_the_code_that_is_not_run() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w) * 0.9 + jnp.cos(x @ w)) ** 2)
+
+    shapes = f32(128, 256), f32(512, 128)
+    thorough = {"xla_llvm_disable_expensive_passes": False}
+    reports = [
+        compile_report(jax.grad(step), *shapes, device="h200", compiler_options=options)
+        for options in ({}, thorough)
+    ]
+    assert [report.compiler_options for report in reports] == [{}, thorough]
+    assert reports[0].hlo_text == reports[1].hlo_text
+    assert reports[0].temp_bytes == reports[1].temp_bytes
 
 
 @pytest.mark.slow
