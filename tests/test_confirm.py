@@ -20,7 +20,7 @@ from remat import Confirm
 from remat.compiler.compile import TracedStep
 from remat.core.errors import BudgetError, CompileError, DeviceMemoryError
 from remat.core.graph import Graph
-from remat.planning.confirm import confirmed
+from remat.planning.confirm import BudgetKnob, Setting, confirmed
 from remat.planning.loops import BodyOption, body_options
 from remat.planning.make import make_plan
 from remat.planning.planners import PolicyPlanner
@@ -288,6 +288,33 @@ def test_without_a_budget_the_compiler_says_what_a_plan_takes(policy: str) -> No
     assert asked.confirmed is None and asked.expected_peak_bytes == asked.peak_bytes
 
 
+class _Forgetful:
+    """A bench whose policy finds its smallest plan on the way to an impossible budget, and never again."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.smallest = plan
+        self.asked: list[int | float | None] = []
+
+    def plan(self, setting: Setting) -> Plan:
+        planner = setting.planner
+        assert isinstance(planner, PolicyPlanner)
+        self.asked.append(planner.budget)
+        if planner.budget == 1 and planner.nearest:
+            return self.smallest
+        raise BudgetError("nothing fits", smallest_peak_bytes=self.smallest.peak_bytes)
+
+    def trial(self, setting: Setting) -> Any:
+        return self.plan(setting)
+
+
+def test_the_smallest_plan_that_was_found_is_compiled() -> None:
+    """It is not asked for again: a search may take all of the time that there was to find it."""
+    bench = _Forgetful(make_plan(chain(4), Full()))
+    knob: BudgetKnob[Any] = BudgetKnob(bench, Ilp())
+    assert knob.least() is bench.smallest
+    assert {1} == {*bench.asked}
+
+
 def test_a_larger_budget_is_no_slower_than_quick_plans_that_fit() -> None:
     quick = remat.plan(loss, *args(), remat_policy="min_cut", confirm="cpu")
     budget = quick.expected_peak_bytes
@@ -310,8 +337,10 @@ def test_wrapped_functions_confirm_when_they_are_differentiated() -> None:
     assert plan.budget_bytes is not None and report.temp_bytes <= plan.budget_bytes + 64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transform", ["vmap", "scan", "grad of grad"])
+@pytest.mark.parametrize(
+    "transform",
+    ["scan", *(pytest.param(t, marks=pytest.mark.slow) for t in ("vmap", "grad of grad"))],
+)
 def test_inside_of_transformations_the_function_is_compiled_alone(transform: str) -> None:
     weights, x = args()
     wrapped = remat.checkpoint(

@@ -171,4 +171,7 @@ ad.primitive_transposes[_deferred_p] = _transpose
 ad.primitive_jvps[_deferred_p] = _differentiate
 batching.fancy_primitive_batchers[_deferred_p] = _batch
 _checkify.error_checks[_deferred_p] = _check
+# Where jax takes its own high-level operators apart, which 0.12 has in `interp` and `custom_root`, nobody
+# differentiates any more.
+_deferred_p.to_lojax = _run
 mlir.register_lowering(_deferred_p, mlir.lower_fun(_run, multiple_results=True))

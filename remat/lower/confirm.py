@@ -169,11 +169,14 @@ def _compiled(
     is_checked = any(map(compat.varying_axes, program.avals))
     is_loss = _is_loss(room, staged)
 
+    def apart(values: Any) -> Any:
+        """What crosses into the backward pass: in a loop's body the two halves are in loops of their own."""
+        return values if room.barriers else jax.lax.optimization_barrier(values)
+
     def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         results, kept = staged.forward(inputs)
         beside = evaluate(aside, inputs)
-        if not room.barriers:  # in a loop's body: there the two halves are in loops of their own
-            kept, cotangents = jax.lax.optimization_barrier((kept, list(cotangents)))
+        kept, cotangents = apart((kept, list(cotangents)))
         return results, staged.backward(kept, cotangents), beside
 
     def by_jax(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -192,7 +195,8 @@ def _compiled(
 
         _, pull, results = jax.vjp(of_wanted, *(inputs[i] for i in wanted), has_aux=True)
         beside = evaluate(aside, inputs)
-        return results, pull([x for _, x in given]), beside
+        pull, wanted_cotangents = apart((pull, [x for _, x in given]))
+        return results, pull(wanted_cotangents), beside
 
     run = by_jax if as_it_is or room.name_values else step
 

@@ -15,6 +15,7 @@ from remat.core.buffers import is_written, makes_operands
 from remat.core.kernel_work import CYCLE_BYTES, blocks_of, times_read
 from remat.core.priority_fusion import Program, fuse
 from remat.memory.execution import Execution, Node, live_nodes, users_of
+from remat.memory.splits import is_reshaped
 from remat.memory.tables import MATMULS_ADD_ARRAYS, OF_SEVERAL
 
 __all__ = ["Fusion"]
@@ -47,6 +48,7 @@ class Fusion:
         self.kernels: list[frozenset[int]] = [frozenset()] * len(execution.nodes)
         self.reads: list[float] = [float(i.nbytes) for i in execution.instances]
         self._results = set(execution.results)
+        self._bent = self._seen_reshaped()
         self._inside, self._operands = self._taken_in()
         self.in_matmuls: set[int] = set()
         self.within: set[int] = set()
@@ -75,7 +77,8 @@ class Fusion:
             if in_memory[number]:
                 self.kernels[number] = frozenset((number,))
                 if number in self._fused.made_again:
-                    self.kernels[number] |= self._union(self._whole_readers(number))
+                    taking = {user for user, _ in self._operands.get(number, ())}
+                    self.kernels[number] |= self._union(self._whole_readers(number)) - taking
                 for out in node.outs:
                     self.is_buffer[out] = True
             else:
@@ -102,22 +105,50 @@ class Fusion:
         )
 
     def _stays(self, number: int) -> bool:
-        """Whether a node's results are in memory only as split matmuls read them, in another shape."""
+        """Whether a node's results are in memory only as matmuls read them that see them in another shape."""
         node, readers = self.execution.nodes[number], self._whole_readers(number)
+        taking = self._operands.get(number, set[tuple[int, int]]())
+        bent = self._bent.intersection((user, out) for out in node.outs for user in self.users[out])
         return (
             node.fusible
             and not node.reduces
-            and 0 < len(readers) < len(self._readers(node.outs))
+            and bool(readers)
+            and bool(bent or taking)
             and number not in self._inside
-            and number not in self._operands
+            and number not in self.in_matmuls
+            and taking <= self._bent
             and self._results.isdisjoint(node.outs)
             and not is_written(False, self._apart_from(node.outs, readers))
         )
 
     def _whole_readers(self, number: int) -> list[int]:
-        """The readers of a node's results that see them in their own shape: not matmuls that are split."""
-        readers = self._readers(self.execution.nodes[number].outs)
-        return [user for user in readers if user not in self.execution.sums]
+        """The readers of a node's results that see them in their own shape, and run besides matmuls' kernels."""
+        return [
+            user
+            for out in self.execution.nodes[number].outs
+            for user in self.users[out]
+            if (user, out) not in self._bent
+            and (user not in self._inside or self._others(user, self.execution.nodes[user].outs))
+        ]
+
+    def _seen_reshaped(self) -> set[tuple[int, int]]:
+        """The matmuls that see an operand in another shape, each with that operand.
+
+        Between the operand and such a matmul XLA has a bitcast, and those it does not ask whether what makes the
+        operand can be merged into all that read it (`CanFuseWithAllNonBitcastUsers`).
+        """
+        values = self.execution.graph.values
+        found: set[tuple[int, int]] = set()
+        for number, node in enumerate(self.execution.nodes):
+            if not self.live[number] or node.op is None or not node.op.contracts:
+                continue
+            if number in self.execution.sums:
+                found.update((number, index) for index in node.ins)
+            elif len(node.ins) == len(node.op.inputs):
+                for side, (index, value) in enumerate(zip(node.ins, node.op.inputs, strict=True)):
+                    if is_reshaped(node.op, side, len(values[value].shape)):
+                        found.add((number, index))
+        return found
 
     def _elements_read(self, index: int) -> int:
         """The elements of the largest array in memory that an instance is made of: of a spread number, one."""
@@ -194,16 +225,16 @@ class Fusion:
             or producer in self.in_matmuls
         )
 
-    def _taken_in(self) -> tuple[dict[int, set[int]], set[int]]:
+    def _taken_in(self) -> tuple[dict[int, set[int]], dict[int, set[tuple[int, int]]]]:
         """What matmuls compute in their own kernels, and the operators whose results these then read.
 
-        By operator the matmuls that make its results themselves. XLA's `gemm_fusion` takes in what makes one array
-        of one that is no larger, element by element, each matmul for itself (`IsInputWorthFusing`; what an operator
-        reads besides is a number).
+        By operator the matmuls that make its results themselves, and those that read them with their operand.
+        XLA's `gemm_fusion` takes in what makes one array of one that is no larger, element by element, each matmul
+        for itself (`IsInputWorthFusing`; what an operator reads besides is a number).
         """
         nodes, instances = self.execution.nodes, self.execution.instances
         inside: dict[int, set[int]] = {}
-        operands: set[int] = set()
+        operands: dict[int, set[tuple[int, int]]] = {}
         for matmul, node in enumerate(nodes):
             if not self.live[matmul] or node.op is None or not node.op.contracts:
                 continue
@@ -213,7 +244,7 @@ class Fusion:
                     inside.setdefault(producer, set()).add(matmul)
                     producer = instances[nodes[producer].ins[0]].producer
                 if producer >= 0 and producer != last:
-                    operands.add(producer)
+                    operands.setdefault(producer, set()).add((matmul, index))
         return inside, operands
 
     def _is_taken_in(self, number: int) -> bool:
@@ -243,7 +274,7 @@ class Fusion:
                 readers[index] = [user for user in users if runs[user]]
         for number in stays:
             for out in nodes[number].outs:
-                readers[out] = [user for user in readers[out] if user not in self.execution.sums]
+                readers[out] = [user for user in readers[out] if (user, out) not in self._bent]
         return Program(
             outs=[node.outs for node in nodes],
             ins=[node.ins for node in nodes],

@@ -358,23 +358,17 @@ class Builder:
     def _pieces(self, op: Op, ins: tuple[int, ...]) -> tuple[int, ...]:
         """The operands of a matmul, of a concatenation its pieces where the matmul's kernel reads those."""
         graph, instances, found = self.graph, self.execution.instances, list[int]()
-        for index, value, summed in zip(ins, op.inputs, op.contracts, strict=False):
+        for side, (index, value) in enumerate(zip(ins, op.inputs, strict=True)):
             producer, number = graph.values[value].producer, instances[index].producer
             node = self.execution.nodes[number] if number >= 0 else None
-            if producer is None or node is None or node.name != "concatenate":
-                found.append(index)
-                continue
-            if node.op is not graph.ops[producer]:  # of the same shape, but reshaped
-                found.append(index)
-                continue
-            whole = graph.values[value].shape
-            pieces = [graph.values[v].shape for v in graph.ops[producer].inputs]
-            axes = [axis for axis, size in enumerate(whole) if any(p[axis] != size for p in pieces)]
-            suits = len(axes) == 1 and axes[0] not in summed and len(pieces) <= MOST_PIECES
-            if suits and not any(piece[axes[0]] % PIECE for piece in pieces):
-                found += node.ins
-            else:
-                found.append(index)
+            is_whole = producer is not None and node is not None and node.name == "concatenate"
+            # Else it is of the same shape, but reshaped.
+            if is_whole and node.op is graph.ops[producer]:
+                pieces = [graph.values[v].shape for v in node.op.inputs]
+                if _reads_pieces(op, side, graph.values[value].shape, pieces):
+                    found += node.ins
+                    continue
+            found.append(index)
         return tuple(found)
 
     def _split(self, step: int, matmul: int, value: int, parts: int) -> list[int]:
@@ -399,6 +393,22 @@ class Builder:
         self.execution.sums[matmul] = number
         node.outs.append(self._new(value, number))
         return node.outs
+
+
+def _reads_pieces(
+    op: Op, side: int, whole: tuple[int, ...], pieces: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether a matmul reads the pieces of an operand where they are; else XLA writes the whole.
+
+    To a kernel its operands have one dimension that is summed over and one that is not, besides those of a batch.
+    XLA reshapes what has more (two that are summed over: a weight's gradient), and does not see the pieces then.
+    """
+    summed, batch = op.contracts[side], op.contracts[side + 2]
+    axes = [axis for axis, size in enumerate(whole) if any(p[axis] != size for p in pieces)]
+    free = [d for d, size in enumerate(whole) if size > 1 and d not in summed and d not in batch]
+    if len(axes) != 1 or free != axes or sum(whole[d] > 1 for d in summed) > 1:
+        return False
+    return len(pieces) <= MOST_PIECES and not any(piece[axes[0]] % PIECE for piece in pieces)
 
 
 def _onto(op: Op, ins: tuple[int, ...], target: int) -> tuple[int, ...]:

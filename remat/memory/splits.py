@@ -18,6 +18,7 @@ __all__ = [
     "ELEMENTAL_PARTS",
     "Dimensions",
     "PART_BYTES",
+    "is_reshaped",
     "padded_count",
     "parts_of",
     "shape_of",
@@ -58,6 +59,19 @@ def shape_of(graph: Graph, op: Op) -> Dimensions | None:
         math.prod(right.shape) // (count * batch),
         count,
     )
+
+
+def is_reshaped(op: Op, side: int, rank: int) -> bool:
+    """Returns whether a matmul sees an operand of some rank in another shape, without a copy.
+
+    To XLA an operand has one dimension that is summed over and one that is not, besides one of a batch
+    (`DotDecomposer`). Of more, next to each other, it makes one; those that are not XLA has to transpose.
+    """
+    summed, batch = op.contracts[side], op.contracts[side + 2]
+    free = tuple(d for d in range(rank) if d not in summed and d not in batch)
+    groups = (summed, batch, free)
+    in_place = all(group == tuple(range(group[0], group[-1] + 1)) for group in groups if group)
+    return in_place and any(len(group) > 1 for group in groups)
 
 
 def widths_of(graph: Graph, op: Op) -> tuple[tuple[int, int], int]:

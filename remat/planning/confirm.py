@@ -88,11 +88,15 @@ class BudgetKnob(Generic[T]):
     def least(self) -> T:
         """Compiles the plan with the smallest predicted peak."""
         if self._least is None:
-            baseline = self.bench.plan(UNCHANGED).baseline_peak_bytes
-            with self.time.next():
-                plan = smallest_plan(lambda budget: self.bench.plan(self._within(budget)), baseline)
+            # Asked for next to nothing, a policy names the smallest that it found; of a function with loops that is
+            # searched for.
+            setting = replace(self._within(1, nearest=True), label="the smallest that was found")
+            try:
+                self._planned(setting)
+            except BudgetError:
+                baseline = self.bench.plan(UNCHANGED).baseline_peak_bytes
+                plan = smallest_plan(lambda b: self._planned(self._within(b)), baseline)
                 setting = self._within(plan.budget_bytes or plan.peak_bytes)
-                self.bench.plan(setting)
             self._least = self.bench.trial(setting)
         return self._least
 
@@ -121,13 +125,17 @@ class BudgetKnob(Generic[T]):
         for _ in range(2):
             setting = self._within(target_bytes, nearest=True)
             try:
-                with self.time.next():
-                    self.bench.plan(setting)
+                self._planned(setting)
             except BudgetError as error:
                 target_bytes = error.smallest_peak_bytes or 0
             else:
                 return self.bench.trial(setting)
         return self.least()
+
+    def _planned(self, setting: Setting) -> Plan:
+        """Plans in a share of the time."""
+        with self.time.next():
+            return self.bench.plan(setting)
 
     def _within(self, budget_bytes: int, nearest: bool = False) -> Setting:
         budget = max(budget_bytes, 1)

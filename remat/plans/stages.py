@@ -137,7 +137,7 @@ def stage_points(graph: Graph, *, tie_sums: bool = False) -> list[StagePoint]:
             largest = max(graph.values[value].nbytes for value in counted)
             frontier = [v for v in counted if graph.values[v].nbytes >= LARGE_SHARE * largest]
             if position == 0 or (len(frontier) == 1 and _worth_tying(graph, op, frontier[0])):
-                points.append(StagePoint(op.id, tuple(sorted(frontier))))
+                points.append(_before_spread(graph, ops, position, tuple(sorted(frontier))))
         alive.difference_update([v for v in op.inputs if last.get(v) == position])
         alive.update(value for value in op.outputs if value in last)
     return points
@@ -163,6 +163,36 @@ def _is_spread(graph: Graph, reader: Op, value: int) -> bool:
             break
         source = arrays[0]
     return graph.values[source].nbytes < graph.values[value].nbytes
+
+
+def _before_spread(
+    graph: Graph, ops: Sequence[Op], position: int, frontier: tuple[int, ...]
+) -> StagePoint:
+    """A point before an operator; before what spreads the cotangent that it begins with, if just that is before it.
+
+    A mean's gradient is spread over what it is the mean of, that of a last layer of one column is an outer product:
+    kernels make these in registers, of something smaller, and as a barrier's they would be written.
+    """
+    if len(frontier) == 1:
+        (value,) = frontier
+        fuses = all([graph.ops[user].fusible for user in graph.users[value]])
+        while fuses and position > 0 and ops[position - 1].outputs == (value,):
+            source = _spread_from(graph, ops[position - 1])
+            if source is None:
+                break
+            value, position = source, position - 1
+        frontier = (value,)
+    return StagePoint(ops[position].id, frontier)
+
+
+def _spread_from(graph: Graph, op: Op) -> int | None:
+    """The backward value of which an operator that fuses makes a larger one, reading less than it makes."""
+    values, read = graph.values, dict.fromkeys(op.inputs)
+    backward = [v for v in read if not graph.forward_values[v]]
+    if not op.fusible or op.kind == "REDUCTION" or len(backward) != 1:
+        return None
+    is_larger = sum(values[v].nbytes for v in read) < values[op.outputs[0]].nbytes
+    return backward[0] if is_larger else None
 
 
 class Stages:
