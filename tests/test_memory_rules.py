@@ -316,6 +316,32 @@ def test_a_head_of_one_column_is_part_of_the_loss(sizes: tuple[int, ...]) -> Non
     compare(lambda: perceptron(jax.nn.relu, 65536, sizes), "full")
 
 
+def point_cloud(points: int, width: int) -> tuple[Any, tuple[Any, ...]]:
+    """Features of points beside those of their cloud (Qi et al. 2017): arrays of three dimensions to matmuls."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        ahead, behind = params
+        for weight, scale in ahead:
+            x = x @ weight
+            x = jax.nn.relu((x - x.mean((0, 1))) * jax.lax.rsqrt(x.var((0, 1)) + 1e-5) * scale)
+        cloud = jnp.broadcast_to(x.max(1, keepdims=True), (*x.shape[:2], width))
+        x = jnp.concatenate([jnp.tanh(x[..., :64]), cloud], -1)
+        for weight in behind:
+            x = jax.nn.relu(x @ weight)
+        return jnp.mean(x**2)
+
+    ahead = [(shape(3, 64), shape(64)), (shape(64, width), shape(width))]
+    return loss, ((ahead, [shape(64 + width, 256), shape(256, 32)]), shape(16, points, 3))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("policy", ["min_cut", "full"])
+@pytest.mark.parametrize("points, width", [(2048, 512), (1024, 1024)])
+def test_matmuls_of_arrays_of_more_dimensions(points: int, width: int, policy: str) -> None:
+    """What they read through a reshape its other readers make again; pieces behind one they do not see."""
+    compare(lambda: point_cloud(points, width), policy)
+
+
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("sizes", [(64, 128, 128, 512, 1), (64, 64, 1024, 1)])
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from random_graphs import GraphBuilder, chain, graphs, laws
@@ -293,3 +298,42 @@ def test_every_barrier_ties_a_cotangent(network: Plan) -> None:
 def test_names_between_layers_hold_one_layer_at_a_time(network: Plan) -> None:
     assert network.saved_bytes == (LAYERS - 1) * 128 * 64 * 4
     assert network.peak_bytes < network.baseline_peak_bytes / 2
+
+
+def _column(w: Any, x: jax.Array) -> jax.Array:
+    """A last layer of one column: the gradient of what it reads is an outer product."""
+    return jnp.mean((jax.nn.gelu(jnp.tanh(x @ w[0]) @ w[1]) @ w[2]) ** 2)
+
+
+def _pooled(w: Any, x: jax.Array) -> jax.Array:
+    """A mean over positions: the gradient of what it reads is spread over all of them."""
+    return jnp.mean((jax.nn.gelu(jnp.tanh(x @ w[0]) @ w[1]).mean(1) @ w[2]) ** 2)
+
+
+def _cast(w: Any, x: jax.Array) -> jax.Array:
+    """A loss in float32 of activations in bfloat16: the gradient of the last is cast from an outer product."""
+    half = [a.astype("bfloat16") for a in w]
+    y = jax.nn.gelu(jnp.tanh(x.astype("bfloat16") @ half[0]) @ half[1]).astype("float32")
+    return jnp.mean(((y * jnp.cos(y)) @ w[2]) ** 2)
+
+
+@pytest.mark.parametrize("function", [_column, _pooled, _cast])
+def test_barriers_do_not_write_what_kernels_spread(function: Callable[..., jax.Array]) -> None:
+    weights = [jnp.ones((16, 128)) / 16, jnp.ones((128, 128)) / 128, jnp.ones((128, 1))]
+    args = weights, jnp.ones((4, 64, 16))
+    plan = remat.plan(function, *args, remat_policy="full")
+    graph = plan.graph
+    barriers = [step for step in plan.schedule.steps if step.action == "barrier"]
+    assert barriers
+    tied = {v for step in barriers for v in step.values if not graph.forward_values[v]}
+    for value in tied:
+        producer = graph.values[value].producer
+        op = None if producer is None else graph.ops[producer]
+        if op is None or not op.fusible or op.kind == "REDUCTION":
+            continue
+        read = sum(graph.values[v].nbytes for v in {*op.inputs})
+        is_written = any(not graph.ops[user].fusible for user in graph.users[value])
+        assert is_written or read >= graph.values[value].nbytes
+    ours = jax.grad(remat.checkpoint(function, remat_policy=plan))(*args)
+    for our, their in zip(ours, jax.jit(jax.grad(function))(*args), strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-2, atol=1e-5)
