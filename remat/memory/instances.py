@@ -361,10 +361,15 @@ class Builder:
         for side, (index, value) in enumerate(zip(ins, op.inputs, strict=True)):
             producer, number = graph.values[value].producer, instances[index].producer
             node = self.execution.nodes[number] if number >= 0 else None
-            is_whole = producer is not None and node is not None and node.name == "concatenate"
+            made = graph.ops[producer] if producer is not None else None
             # Else it is of the same shape, but reshaped.
-            if is_whole and node.op is graph.ops[producer]:
-                pieces = [graph.values[v].shape for v in node.op.inputs]
+            if (
+                node is not None
+                and made is not None
+                and node.op is made
+                and made.name == "concatenate"
+            ):
+                pieces = [graph.values[v].shape for v in made.inputs]
                 if _reads_pieces(op, side, graph.values[value].shape, pieces):
                     found += node.ins
                     continue
