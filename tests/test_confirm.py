@@ -298,6 +298,8 @@ class _Forgetful:
     def plan(self, setting: Setting) -> Plan:
         planner = setting.planner
         assert isinstance(planner, PolicyPlanner)
+        if planner.budget is None:
+            return self.smallest  # as without rematerialization: no loops
         self.asked.append(planner.budget)
         if planner.budget == 1 and planner.nearest:
             return self.smallest

@@ -88,15 +88,18 @@ class BudgetKnob(Generic[T]):
     def least(self) -> T:
         """Compiles the plan with the smallest predicted peak."""
         if self._least is None:
-            # Asked for next to nothing, a policy names the smallest that it found; of a function with loops that is
-            # searched for.
-            setting = replace(self._within(1, nearest=True), label="the smallest that was found")
-            try:
+            plain = self.bench.plan(UNCHANGED)
+            if plain.loops:
+                baseline = plain.baseline_peak_bytes
+                with self.time.next():
+                    plan = smallest_plan(lambda b: self.bench.plan(self._within(b)), baseline)
+                    setting = self._within(plan.budget_bytes or plan.peak_bytes)
+                    self.bench.plan(setting)
+            else:  # asked for next to nothing, a policy makes the smallest that it finds
+                setting = replace(
+                    self._within(1, nearest=True), label="the smallest that was found"
+                )
                 self._planned(setting)
-            except BudgetError:
-                baseline = self.bench.plan(UNCHANGED).baseline_peak_bytes
-                plan = smallest_plan(lambda b: self._planned(self._within(b)), baseline)
-                setting = self._within(plan.budget_bytes or plan.peak_bytes)
             self._least = self.bench.trial(setting)
         return self._least
 
