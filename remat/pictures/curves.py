@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from remat.pictures.contents import KINDS, Contents, contents
 from remat.plans.record import PlanRecord
@@ -21,7 +22,8 @@ class Curve:
     Attributes:
         nbytes: while each kernel runs, in the order in which they do, bytes of each of
             `remat.pictures.contents.KINDS`.
-        turn: the place of the first kernel of the backward pass.
+        turn: the place where the backward pass begins, which tells the kernels of both passes apart best: XLA makes
+            numbers of the backward pass at once, before anything else.
         peak_bytes: as the plan has it. A policy that plans within a budget may count more than the kernels show.
         peak: the place where most is alive.
     """
@@ -69,5 +71,7 @@ def _curve(found: Sequence[Contents], peak_bytes: int, more: int) -> Curve:
         tuple(n + more * (i in span and k == kept) for k, n in enumerate(entry.nbytes))
         for i, entry in enumerate(found)
     ]
-    turn = next((i for i, entry in enumerate(found) if entry.is_backward), len(found))
+    # By place, how many more kernels before it are of the forward pass than of the backward pass.
+    ahead = list(accumulate((1 - 2 * entry.is_backward for entry in found), initial=0))
+    turn = ahead.index(max(ahead))
     return Curve(tuple(nbytes) or ((0,) * len(KINDS),), turn, peak_bytes)

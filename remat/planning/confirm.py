@@ -89,19 +89,27 @@ class BudgetKnob(Generic[T]):
         """Compiles the plan with the smallest predicted peak."""
         if self._least is None:
             plain = self.bench.plan(UNCHANGED)
-            if plain.loops:
+            setting = None if plain.loops else self._nearest_to_nothing()
+            if setting is None:
                 baseline = plain.baseline_peak_bytes
                 with self.time.next():
                     plan = smallest_plan(lambda b: self.bench.plan(self._within(b)), baseline)
                     setting = self._within(plan.budget_bytes or plan.peak_bytes)
                     self.bench.plan(setting)
-            else:  # asked for next to nothing, a policy makes the smallest that it finds
-                setting = replace(
-                    self._within(1, nearest=True), label="the smallest that was found"
-                )
-                self._planned(setting)
             self._least = self.bench.trial(setting)
         return self._least
+
+    def _nearest_to_nothing(self) -> Setting | None:
+        """The smallest plan that the policy makes, asked for next to nothing, or of quick ones; None if none.
+
+        It is not asked for that plan again: all the time may have been taken to find it.
+        """
+        nearest = replace(self._within(1, nearest=True), label="the smallest that was found")
+        try:
+            self._planned(nearest)
+        except BudgetError:
+            return None
+        return min((nearest, *self._quick), key=lambda s: self.bench.plan(s).peak_bytes)
 
     def another(self) -> T | None:
         """Compiles another policy's plan: predicted to take more, the compiler may make less of it."""
