@@ -7,7 +7,7 @@ that recompute only what XLA fuses are joined, as long as that is not much (docs
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat.core.buffers import makes_operands
@@ -155,14 +155,8 @@ def _is_spread(graph: Graph, reader: Op, value: int) -> bool:
     """Whether a scatter makes what it adds up itself, of something smaller: as a barrier's it would be written."""
     if not makes_operands(reader, first=reader.inputs[0] == value):
         return False
-    source = value
-    while (producer := graph.values[source].producer) is not None:
-        op = graph.ops[producer]
-        arrays = [v for v in op.inputs if graph.values[v].shape != ()]
-        if not op.fusible or op.kind == "REDUCTION" or len(arrays) != 1:
-            break
-        source = arrays[0]
-    return graph.values[source].nbytes < graph.values[value].nbytes
+    nbytes = graph.values[value].nbytes
+    return any(read_bytes < nbytes for _, _, read_bytes in _origins(graph, value))
 
 
 def _before_spread(
@@ -173,26 +167,39 @@ def _before_spread(
     A mean's gradient is spread over what it is the mean of, that of a last layer of one column is an outer product:
     kernels make these in registers, of something smaller, and as a barrier's they would be written.
     """
-    if len(frontier) == 1:
-        (value,) = frontier
-        fuses = all([graph.ops[user].fusible for user in graph.users[value]])
-        while fuses and position > 0 and ops[position - 1].outputs == (value,):
-            source = _spread_from(graph, ops[position - 1])
-            if source is None:
+    place = position
+    if len(frontier) == 1 and all([graph.ops[u].fusible for u in graph.users[frontier[0]]]):
+        least_bytes = graph.values[frontier[0]].nbytes
+        for op, origins, read_bytes in _origins(graph, frontier[0]):
+            position -= 1
+            if position < 0 or ops[position] is not op:
                 break
-            value, position = source, position - 1
-        frontier = (value,)
-    return StagePoint(ops[position].id, frontier)
+            if read_bytes < least_bytes:
+                place, frontier, least_bytes = position, origins, read_bytes
+    return StagePoint(ops[place].id, frontier)
 
 
-def _spread_from(graph: Graph, op: Op) -> int | None:
-    """The backward value of which an operator that fuses makes a larger one, reading less than it makes."""
-    values, read = graph.values, dict.fromkeys(op.inputs)
-    backward = [v for v in read if not graph.forward_values[v]]
-    if not op.fusible or op.kind == "REDUCTION" or len(backward) != 1:
-        return None
-    is_larger = sum(values[v].nbytes for v in read) < values[op.outputs[0]].nbytes
-    return backward[0] if is_larger else None
+def _origins(graph: Graph, value: int) -> Iterator[tuple[Op, tuple[int, ...], int]]:
+    """Steps back from a backward value through what fuses, one operator at a time, the last first.
+
+    Yields each operator, the backward values that a kernel would begin with there, and the bytes that it would read,
+    forward values with them. It ends where these would be no fewer than those of the value.
+    """
+    values, forward = graph.values, graph.forward_values
+    backward, besides = {value}, set[int]()
+    while backward:
+        latest = max(backward, key=lambda v: -1 if (p := values[v].producer) is None else p)
+        producer = values[latest].producer
+        op = None if producer is None else graph.ops[producer]
+        if op is None or not op.fusible or op.kind == "REDUCTION":
+            return
+        backward -= {*op.outputs}
+        backward |= {v for v in op.inputs if not forward[v]}
+        besides |= {v for v in op.inputs if forward[v]}
+        besides_bytes = sum(values[v].nbytes for v in besides)
+        if besides_bytes >= values[value].nbytes:
+            return
+        yield op, tuple(sorted(backward)), besides_bytes + sum(values[v].nbytes for v in backward)
 
 
 class Stages:
