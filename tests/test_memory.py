@@ -310,7 +310,8 @@ def test_a_softmax_does_not_write_over_what_it_reads(
     share = builder.op("div", [above, total], BIG)
     again = [builder.op("dot", [n], (4,)) for n in (largest, total)] if is_read_again else []
     graph = builder.build([], [builder.op("dot", [share], (4,)), *again])
-    assert predict(graph).peak_bytes == arrays * BIG_BYTES + 2 * BIG[0] * 4
+    numbers_bytes = 0 if arrays == 2 else 2 * BIG[0] * 4  # a kernel of rows has them in registers
+    assert predict(graph).peak_bytes == arrays * BIG_BYTES + numbers_bytes
 
 
 # --- zeros, scatters and pools -----------------------------------------------------------------------

@@ -9,7 +9,15 @@ from collections.abc import Mapping
 
 from remat.core.graph import Op
 
-__all__ = ["CYCLES", "CYCLE_BYTES", "blocks_of", "cycles_named", "cycles_of", "times_read"]
+__all__ = [
+    "CYCLES",
+    "CYCLE_BYTES",
+    "IN_BFLOAT16",
+    "blocks_of",
+    "cycles_named",
+    "cycles_of",
+    "times_read",
+]
 
 # Clock cycles per element, from what XLA measured on an H100 (`hlo_op_profiles_data.h`, sm_90, float32) and uses
 # for all of its generation; the same was read off the times that it writes down (`priority_fusion_dump`). Operators
@@ -45,6 +53,11 @@ CYCLES: Mapping[str, int] = {
     "tanh": 467,
 }
 _CYCLES = 3
+# What XLA computes in bfloat16 itself it has measured none of, so that it counts `_CYCLES`. For all others it
+# converts operands to float32 (`GpuFloatSupport`), and what is below counts.
+IN_BFLOAT16: Mapping[str, int] = dict.fromkeys(
+    ("add", "add_any", "exp", "log", "mul", "sub"), _CYCLES
+)
 # Threefry has 20 rounds of an addition, a rotation (two shifts, one or) and an exclusive or, and the keys.
 _RANDOM_CYCLES = 120 * _CYCLES
 # How many bytes of memory traffic take as long as one cycle of one of a device's lanes, by

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 __all__ = ["Fused", "Program", "fuse", "in_ticks", "read_bytes"]
@@ -54,6 +54,9 @@ class Program:
         stays: operators that stay kernels of their own when their readers make their results: others see these in
             another shape (`CanFuseWithAllNonBitcastUsers` leaves them out).
         tick_bytes: the unit of times, 0 for none.
+        diamonds: by operator, those that are one kernel of rows with it from the first; they run no more.
+        sums: reductions of rows, which kernels of rows alone take in or make part of another.
+        tiled: operators that a kernel of rows may have.
     """
 
     outs: Sequence[Sequence[int]]
@@ -66,6 +69,9 @@ class Program:
     part: Callable[[int, int], float]
     stays: Collection[int] = frozenset()
     tick_bytes: float = _TICK_BYTES
+    diamonds: Mapping[int, Collection[int]] = field(default_factory=dict)
+    sums: Collection[int] = frozenset()
+    tiled: Collection[int] = frozenset()
 
     def written_bytes(self, number: int) -> float:
         """What writing an operator's results takes."""
@@ -78,12 +84,14 @@ class Fused:
     Attributes:
         written: by operator, whether its results are in memory.
         made_again: operators that stay, and whose readers make their results all the same.
+        rows: the last operators of kernels of rows.
     """
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
         self.made_again = frozenset(queue.program.stays) - queue.saved.keys()
         self.written = [number in queue.kernels for number in range(len(queue.program.outs))]
+        self.rows = frozenset(number for number, k in queue.kernels.items() if k.is_rows)
 
     def pays(self, number: int, users: Sequence[int]) -> bool:
         """Whether one kernel that writes the results of two takes no longer than both.
@@ -161,16 +169,34 @@ class _Kernel:
         reads: by value, the places at which it is read; `cost`: what reading it takes.
         places: by place, how often elements are computed there, and how often code is emitted. The kernel's own
             elements are the place -1; what moves elements reads a value at a place of the value's number.
+        written_bytes: what writing its results takes.
+        ops: its operators; left empty where there are no kernels of rows.
+        is_rows: whether it is one, in which each row is read and computed once; `is_tiled`: whether it may be.
     """
 
-    __slots__ = ("blocks", "cost", "instructions", "moved", "places", "reads", "tick", "work")
+    __slots__ = (
+        "blocks",
+        "cost",
+        "instructions",
+        "is_rows",
+        "is_tiled",
+        "moved",
+        "ops",
+        "places",
+        "reads",
+        "tick",
+        "work",
+        "written_bytes",
+    )
 
     def __init__(self, work: float, moved: float, blocks: int, tick: float) -> None:
         self.blocks = blocks
         self.tick = tick
         self.work = work
-        self.moved = moved
+        self.moved = self.written_bytes = moved
         self.instructions = 1
+        self.ops: set[int] = set()
+        self.is_rows = self.is_tiled = False
         self.reads: dict[int, frozenset[int]] = {}
         self.cost: dict[int, float] = {}
         self.places: dict[int, tuple[float, int]] = {-1: (1.0, 1)}
@@ -211,6 +237,8 @@ class _Queue:
             out: number for number, outs in enumerate(program.outs) for out in outs if live[number]
         }
         self.kernels = {number: self._alone(number) for number, runs in enumerate(live) if runs}
+        if program.diamonds:
+            self._make_kernels_of_rows()
         self.readers: dict[int, set[int]] = {
             number: {user for out in program.outs[number] for user in program.readers[out]}
             for number in self.kernels
@@ -249,6 +277,44 @@ class _Queue:
                 kernel.places[value] = times + part, emitted + 1
         kernel.count_reads(program.nbytes)
         return kernel
+
+    def _make_kernels_of_rows(self) -> None:
+        program = self.program
+        for number, kernel in self.kernels.items():
+            kernel.ops.add(number)
+            kernel.is_tiled = number in program.tiled
+        for number, inner in program.diamonds.items():
+            self._make_rows(self.kernels[number], {number, *inner})
+
+    def _make_rows(self, kernel: _Kernel, ops: set[int]) -> None:
+        """Makes a kernel one of rows, of some operators: each computes a row once, whatever reads it."""
+        kernel.is_rows = kernel.is_tiled = True
+        kernel.ops, kernel.blocks, kernel.places = ops, 0, {-1: (1.0, 1)}
+        kernel.work = self._work(ops)
+        kernel.cost = self._read_in_rows(ops)
+        kernel.moved = kernel.written_bytes + sum(kernel.cost.values())
+        kernel.reads = dict.fromkeys(kernel.cost, _OWN)
+
+    def _work(self, ops: Iterable[int]) -> float:
+        return sum([self.program.work[number] for number in ops])
+
+    def _read_in_rows(self, ops: set[int]) -> dict[int, float]:
+        """What it takes a kernel of rows of some operators to read each of its operands: once."""
+        program = self.program
+        made = {out for number in ops for out in program.outs[number]}
+        read = dict.fromkeys(v for n in sorted(ops) for v in program.ins[n] if v not in made)
+        return {value: in_ticks(program.nbytes[value], program.tick_bytes) for value in read}
+
+    def _taking_in_rows(self, producer: _Kernel, consumer: _Kernel) -> float:
+        """How long one kernel of rows would take instead of two.
+
+        What both compute is estimated as if it was computed twice, and read but once
+        (`EstimateRunTimeForTiledHloComputation`).
+        """
+        moved = consumer.written_bytes
+        moved += sum(self._read_in_rows(producer.ops | consumer.ops).values())
+        work = self._work(producer.ops) + self._work(consumer.ops)
+        return _taking(work, moved, 0, self.program.tick_bytes)
 
     def run(self) -> None:
         """Merges kernels until nothing is saved by it."""
@@ -317,6 +383,12 @@ class _Queue:
     def _saves(self, number: int, user: int) -> float | None:
         """What a reader takes less time than now if it made a kernel's results itself; None if it cannot."""
         producer, consumer = self.kernels[number], self.kernels[user]
+        if producer.is_rows or consumer.is_rows:
+            if not (producer.is_tiled and consumer.is_tiled):
+                return None
+            return consumer.time_bytes - self._taking_in_rows(producer, consumer)
+        if number in self.program.sums:
+            return None
         found = self.merged(number, producer, consumer)
         if found is None:
             return None
@@ -383,6 +455,11 @@ class _Queue:
 
     def _merge(self, number: int, producer: _Kernel, user: int) -> None:
         consumer = self.kernels[user]
+        if producer.is_rows or consumer.is_rows:
+            self._make_rows(consumer, producer.ops | consumer.ops)
+            return
+        consumer.ops |= producer.ops
+        consumer.is_tiled &= producer.is_tiled
         found = self.merged(number, producer, consumer)
         assert found is not None
         consumer.work, consumer.moved, cost = found

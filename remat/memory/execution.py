@@ -6,6 +6,7 @@ two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,6 +24,7 @@ __all__ = [
     "Prediction",
     "Working",
     "behind_operands",
+    "convert_before_padding",
     "live_nodes",
     "post_order",
     "users_of",
@@ -190,6 +192,25 @@ class Execution:
 
 Working = Mapping[int, tuple[Prediction, int]]
 """By the operator of a planned loop: what one iteration needs, and the number of iterations."""
+
+
+def convert_before_padding(execution: Execution) -> None:
+    """Exchanges what pads an array and what makes fewer bytes of the result, as XLA does."""
+    nodes, instances = execution.nodes, execution.instances
+    readers = Counter(index for node in nodes for index in dict.fromkeys(node.ins))
+    for node in nodes:
+        if node.name != "convert_element_type" or node.kind != "op" or readers[node.ins[0]] != 1:
+            continue
+        middle, made = instances[node.ins[0]], instances[node.outs[0]]
+        before = nodes[middle.producer] if middle.producer >= 0 else node
+        narrows = made.nbytes < middle.nbytes and node.ins[0] not in execution.results
+        if before.name != "pad" or before.kind != "op" or len(before.ins) != 1 or not narrows:
+            continue
+        middle.elements = instances[before.ins[0]].elements
+        middle.nbytes = middle.elements * made.nbytes // max(made.elements, 1)
+        before.op, node.op = node.op, before.op
+        before.name, node.name = node.name, before.name
+        before.cycles, node.cycles = node.cycles, before.cycles
 
 
 def live_nodes(execution: Execution) -> list[bool]:

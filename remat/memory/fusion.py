@@ -8,6 +8,7 @@ leaves it (`remat.core.priority_fusion`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
@@ -15,6 +16,7 @@ from remat.core.buffers import is_written, makes_operands
 from remat.core.kernel_work import CYCLE_BYTES, blocks_of, times_read
 from remat.core.priority_fusion import Program, fuse
 from remat.memory.execution import Execution, Node, live_nodes, users_of
+from remat.memory.rows import Rows
 from remat.memory.splits import is_reshaped
 from remat.memory.tables import MATMULS_ADD_ARRAYS, OF_SEVERAL
 
@@ -35,6 +37,7 @@ class Fusion:
         reads: for every instance the bytes of the buffers that it is made of; of a buffer its own.
         in_matmuls: the nodes that a matmul's own kernel computes behind its product.
         within: matmuls, and what is in their kernels, of which nothing is written: another array is added first.
+        rows: the kernels that reduce rows in themselves, each by its last node.
 
     Args:
         joined: matmuls that are multiplied as one with others.
@@ -50,6 +53,7 @@ class Fusion:
         self._results = set(execution.results)
         self._bent = self._seen_reshaped()
         self._inside, self._operands = self._taken_in()
+        self._rows = Rows(execution, self.users)
         self.in_matmuls: set[int] = set()
         self.within: set[int] = set()
         self._sums: set[int] = set()  # what their kernels write
@@ -67,8 +71,12 @@ class Fusion:
             runs[number] = ends[number] or any(
                 runs[user] for user in self._others(number, nodes[number].outs)
             )
-        in_any_case = [end and number not in stays for number, end in enumerate(ends)]
-        self._fused = fuse(self._program(runs, stays), runs, in_any_case)
+        for number in itertools.chain(*self._rows.diamonds.values()):
+            runs[number] = False
+        sums = self._sums_of_rows(runs)
+        in_any_case = [end and n not in stays and n not in sums for n, end in enumerate(ends)]
+        self._fused = fuse(self._program(runs, stays, sums), runs, in_any_case)
+        self.rows = self._fused.rows
         in_memory = [w and n not in self.within for n, w in enumerate(self._fused.written)]
         for number in range(len(nodes) - 1, -1, -1):
             if not self.live[number]:
@@ -89,8 +97,16 @@ class Fusion:
                 for out in node.outs:
                     self.reads[out] = read
 
-    def _ends(self, number: int) -> bool:
-        """Whether a node's results are in memory in any case."""
+    def _sums_of_rows(self, runs: Sequence[bool]) -> set[int]:
+        """Reductions of rows that kernels of rows may take in, or make part of others: nothing else needs them."""
+        return {
+            number
+            for number in (self._rows.sums if self._rows.diamonds else ())
+            if runs[number] and not self._ends(number, of_rows=True)
+        }
+
+    def _ends(self, number: int, *, of_rows: bool = False) -> bool:
+        """Whether a node's results are in memory in any case; `of_rows`: but for a reduction's."""
         node = self.execution.nodes[number]
         readers = self._readers(node.outs)
         return (
@@ -99,7 +115,7 @@ class Fusion:
             or number in self._operands
             or number in self._sums
             or is_written(
-                not node.fusible or node.reduces,
+                not node.fusible or (node.reduces and not of_rows),
                 self._apart_from(node.outs, self._others(number, node.outs)),
             )
         )
@@ -264,7 +280,9 @@ class Fusion:
         matmuls = self._inside.get(number, ())
         return [user for user in self._readers(outs) if user not in matmuls]
 
-    def _program(self, runs: Sequence[bool], stays: AbstractSet[int]) -> Program:
+    def _program(
+        self, runs: Sequence[bool], stays: AbstractSet[int], sums: AbstractSet[int]
+    ) -> Program:
         nodes, instances = self.execution.nodes, self.execution.instances
         readers = list(self.users)
         for number in self._inside:
@@ -275,6 +293,9 @@ class Fusion:
         for number in stays:
             for out in nodes[number].outs:
                 readers[out] = [user for user in readers[out] if (user, out) not in self._bent]
+        for root, inner in self._rows.diamonds.items():
+            for index in itertools.chain(*(nodes[number].ins for number in inner)):
+                readers[index] = [root, *(n for n in readers[index] if n not in (root, *inner))]
         return Program(
             outs=[node.outs for node in nodes],
             ins=[node.ins for node in nodes],
@@ -285,6 +306,9 @@ class Fusion:
             blocks=[blocks_of(node.op, self.size(n)) for n, node in enumerate(nodes)],
             part=self._part,
             stays=stays,
+            diamonds=self._rows.diamonds,
+            sums=sums,
+            tiled=self._rows.tiled,
         )
 
     def _part(self, index: int, reader: int) -> float:

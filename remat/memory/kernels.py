@@ -8,7 +8,7 @@ it, unless a barrier stands between, behind which it is made at once. So are tho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat.core.primitives import SCATTERS
@@ -96,7 +96,28 @@ def find_kernels(execution: Execution, fusion: Fusion) -> list[Kernel]:
     for number, kernel in found.items():
         if execution.nodes[number].reduces:
             kernel.sums.update(kernel.reads)
+    _note_rows(execution, fusion, found)
     return [found[number] for number in sorted(found)]
+
+
+def _note_rows(execution: Execution, fusion: Fusion, kernels: Mapping[int, Kernel]) -> None:
+    """Notes what kernels that reduce rows in themselves read for it."""
+    instances, nodes = execution.instances, execution.nodes
+    reduced: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        if node.reduces:
+            for kernel in fusion.kernels[number] & fusion.rows:
+                reduced.setdefault(kernel, []).extend(node.ins)
+    for kernel, pending in reduced.items():
+        seen = {*pending}
+        while pending:
+            index = pending.pop()
+            if fusion.is_read(index, kernel):
+                kernels[kernel].rows.add(instances[index].root)
+                continue
+            new = [i for i in nodes[instances[index].producer].ins if i not in seen]
+            seen.update(new)
+            pending += new
 
 
 def _note_library(execution: Execution, node: Node, kernel: Kernel, turned: set[int]) -> None:

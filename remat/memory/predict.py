@@ -32,7 +32,16 @@ from functools import partial
 from remat.core.garbage import without_collection
 from remat.core.graph import Graph
 from remat.memory.bodies import body_executions
-from remat.memory.execution import Alive, Buffer, Execution, Instance, Node, Prediction, Working
+from remat.memory.execution import (
+    Alive,
+    Buffer,
+    Execution,
+    Instance,
+    Node,
+    Prediction,
+    Working,
+    convert_before_padding,
+)
 from remat.memory.fusion import Fusion
 from remat.memory.identities import is_constant
 from remat.memory.instances import execution_of
@@ -41,7 +50,7 @@ from remat.memory.matmuls import join_matmuls, merged_matmuls, waiting_products
 from remat.memory.merging import merge_kernels
 from remat.memory.order import made_early, orders
 from remat.memory.places import Layout, held_bytes, lay_out, occupy
-from remat.memory.rows import mark_row_kernels
+from remat.memory.rows import leave_out_the_value
 from remat.plans.record import LoopRecord
 from remat.plans.steps import Schedule
 
@@ -136,10 +145,11 @@ def buffers(graph: Graph) -> tuple[int, ...]:
 
 def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
     """Returns what runs as one, and in which order with which buffers."""
+    convert_before_padding(execution)
+    leave_out_the_value(execution)
     groups = merged_matmuls(execution)
     fusion = Fusion(execution, {number for _, members in groups for number in members})
     kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)
-    mark_row_kernels(execution, fusion, kernels)
     kernels = merge_kernels(execution, fusion, kernels)
     early = made_early(execution, fusion)
     layouts = [lay_out(execution, order, early) for order in orders(execution, kernels)]

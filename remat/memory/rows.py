@@ -1,71 +1,67 @@
-"""Softmaxes and norms of rows, which XLA:GPU makes in kernels that read a row before they write it."""
+"""Softmaxes and norms of rows, which XLA:GPU makes in kernels that read a row before they write it.
+
+XLA's `softmax_rewriter_triton` makes one kernel of an array, a number for every row (its largest, say) and what is
+made of both, element by element, if nothing else reads the number: `x - max(x)`, `x / sum(x)`. `priority_fusion`
+then goes on from there: what such a kernel makes may be made again by all that read it, other reductions of rows
+among them, and these be part of their readers, as long as all of it can be done row by row.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from remat.memory.execution import Execution, Node
-from remat.memory.fusion import Fusion
-from remat.memory.kernels import Kernel
-from remat.memory.tables import LONGEST_ROW
+from remat.memory.execution import Execution, Node, live_nodes, users_of
+from remat.memory.tables import LONGEST_ROW, SAME_BUFFER
 
-__all__ = ["mark_row_kernels"]
+__all__ = ["Rows", "leave_out_the_value"]
+
+_SPREADS = frozenset({"broadcast_in_dim", "iota"})
+_OF_WHOLE_ROWS = SAME_BUFFER | {"slice"}
 
 
-def mark_row_kernels(execution: Execution, fusion: Fusion, kernels: Sequence[Kernel]) -> None:
-    """Notes which kernels reduce rows in themselves, and what they read for it: `Kernel.rows`.
+def leave_out_the_value(execution: Execution) -> None:
+    """Leaves out what is differentiated, a number, where it would have kernels of rows write what they make.
 
-    XLA's `softmax_rewriter_triton` makes one kernel of an array, a number for every row (its largest, say) and
-    what is made of both, element by element, if nothing else reads the number: `x - max(x)`, `x / sum(x)`. Other
-    reductions of rows that such a kernel alone reads are merged into it, and so is what is made of their numbers.
+    The loss of a classifier looks up the likelihood of every label, so that all likelihoods are an array where it
+    is asked for, too (`jax.value_and_grad`). Predicted is the gradient alone, as compiled for `jax.grad`.
     """
-    diamonds = _Diamonds(execution, fusion)
-    if not diamonds.closed:
+    if execution.in_loop:
         return
-    made = {out: kernel for kernel in kernels for out in kernel.writes}
-    readers = Counter(root for kernel in kernels for root in kernel.reads)
-    for kernel in kernels:
-        closed = kernel.reads & diamonds.closed.keys()
-        if closed:
-            own = {diamonds.closed[n] for n in closed}
-            pending = [n for n in kernel.reads if readers[n] == 1]
-            while pending:
-                number = pending.pop()
-                if number in diamonds.rows:
-                    own.add(number)
-                elif number in made and diamonds.is_made_of_numbers(number):
-                    pending += [n for n in made[number].reads if readers[n] == 1]
-            kernel.rows |= kernel.reads & set[int]().union(
-                *(made[n].reads for n in own if n in made)
-            )
+    gradients = execution.results[: len(execution.graph.gradients)]
+    others = [index for index in execution.results if execution.instances[index].elements > 1]
+    if gradients and Rows(execution, users_of(execution, live_nodes(execution))).diamonds:
+        execution.results = list(dict.fromkeys((*gradients, *others)))
 
 
-class _Diamonds:
-    """Reductions of rows.
+class Rows:
+    """What kernels of rows begin with, and what they may have.
 
     Attributes:
-        rows: those by the instances that they make.
-        closed: what XLA makes of these in the kernel that reads it, with the instance it is made of.
+        diamonds: by node that makes an array of an array and of its rows' numbers, the nodes that make these.
+        sums: the reductions of rows.
+        tiled: the nodes that can be done row by row.
+
+    Args:
+        execution: what runs.
+        users: for every instance the live nodes that read it.
     """
 
-    def __init__(self, execution: Execution, fusion: Fusion) -> None:
+    def __init__(self, execution: Execution, users: Sequence[Sequence[int]]) -> None:
         self._execution = execution
-        self._users = fusion.users
-        self.rows = {node.outs[0]: node for node in execution.nodes if self._reduces_rows(node)}
-        self.closed = {
-            number: out for out, node in self.rows.items() for number in self._closed(node)
-        }
-
-    def is_made_of_numbers(self, index: int) -> bool:
-        """Whether an array is made, element by element, of arrays that are no larger."""
-        node = self._execution.nodes[self._execution.instances[index].producer]
-        elements = self._elements(index)
-        return self._is_pointwise(node) and all(self._elements(i) <= elements for i in node.ins)
+        self._users = users
+        self._results = set(execution.results)
+        nodes = execution.nodes
+        self.sums = {number for number, node in enumerate(nodes) if self._reduces_rows(node)}
+        self.diamonds = dict(filter(None, map(self._closed, sorted(self.sums))))
+        self.tiled = (
+            self.sums | {n for n, node in enumerate(nodes) if self._is_by_rows(node)}
+            if self.diamonds
+            else set[int]()
+        )
 
     def _reduces_rows(self, node: Node) -> bool:
         """Whether the last dimension is reduced, and no other, and is short enough."""
-        if not node.reduces or node.op is None or not node.op.axes:
+        if not node.reduces or node.op is None or not node.op.axes or len(node.outs) != 1:
             return False
         values, instances = self._execution.graph.values, self._execution.instances
         first = instances[node.ins[0]]
@@ -74,23 +70,26 @@ class _Diamonds:
         shape = values[first.value].shape
         return node.op.axes == (len(shape) - 1,) and shape[-1] <= LONGEST_ROW
 
-    def _closed(self, reduction: Node) -> list[int]:
-        """A reduction's result and what is made of it, if the kernel that reads it makes it.
+    def _closed(self, number: int) -> tuple[int, tuple[int, ...]] | None:
+        """What makes an array of a reduction's operand and its result, and what makes that; None if nothing does.
 
         It follows `MatchesTritonCompatibleClosedReductionDiamond`.
         """
+        reduction = self._execution.nodes[number]
         elements = self._elements(reduction.ins[0])
-        numbers = [*reduction.outs]
-        while len(users := self._users[numbers[-1]]) == 1:
+        inner, (made,) = [number], reduction.outs
+        while len(users := self._users[made]) == 1 and made not in self._results:
             node = self._execution.nodes[users[0]]
             if node.name != "broadcast_in_dim" and not self._is_pointwise(node):
-                return []
+                return None
             if len(self._arrays(node)) > 1:
-                joins = len(node.ins) == 2 and node.ins[1] == numbers[-1]
+                joins = len(node.ins) == 2 and node.ins[1] == made
                 ends = joins and self._elements(node.outs[0]) == elements
-                return numbers if ends and self._is_made_of_one(node, reduction) else []
-            numbers.append(node.outs[0])
-        return []
+                found = ends and self._is_made_of_one(node, reduction)
+                return (users[0], tuple(inner)) if found else None
+            inner.append(users[0])
+            (made,) = node.outs
+        return None
 
     def _is_made_of_one(self, root: Node, reduction: Node) -> bool:
         """Whether a reduction's operand and another's first are one array, or made of one."""
@@ -112,6 +111,18 @@ class _Diamonds:
             return None
         (below,) = arrays
         return below if self._elements(below) == self._elements(index) else None
+
+    def _is_by_rows(self, node: Node) -> bool:
+        """Whether an operator that fuses makes rows of rows, or of numbers."""
+        if node.op is None or node.kind != "op" or not node.fusible or node.op.random:
+            return False
+        if node.op.kind == "POINTWISE" or node.name in _SPREADS:
+            return True
+        if node.name not in _OF_WHOLE_ROWS or len(node.outs) != 1:
+            return False
+        values, instances = self._execution.graph.values, self._execution.instances
+        read, made = (values[instances[i].value].shape[-1:] for i in (*node.ins, *node.outs))
+        return read == made or (node.name in SAME_BUFFER and (1,) in (read, made))
 
     def _arrays(self, node: Node) -> set[int]:
         """The operands that are no numbers."""

@@ -182,8 +182,8 @@ def _before_spread(
 def _origins(graph: Graph, value: int) -> Iterator[tuple[Op, tuple[int, ...], int]]:
     """Steps back from a backward value through what fuses, one operator at a time, the last first.
 
-    Yields each operator, the backward values that a kernel would begin with there, and the bytes that it would read,
-    forward values with them. It ends where these would be no fewer than those of the value.
+    Yields each operator, the backward values that a kernel would begin with there, and the bytes that it would
+    read, forward values with them. It ends where these would be no fewer than those of the value.
     """
     values, forward = graph.values, graph.forward_values
     backward, besides = {value}, set[int]()

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from remat.core.avals import aval_bytes
 from remat.core.classify import dot_form
-from remat.core.kernel_work import cycles_named
+from remat.core.kernel_work import IN_BFLOAT16, cycles_named
 
 __all__ = ["CONVOLUTION", "Traits", "reduction_blocks", "sums_one", "traits_of", "workspace_bytes"]
 
@@ -89,6 +89,17 @@ def sums_one(padding: Any, pool: Any) -> bool:
     gaps = [between for _, _, between in padding.params["padding_config"]]
     dilated = any(step != 1 for step in pool.params["window_dilation"])
     return not dilated and all(size <= gap + 1 for size, gap in zip(sizes, gaps, strict=True))
+
+
+def _of_arithmetic(eqn: Any) -> Traits:
+    in_bfloat16 = str(eqn.outvars[0].aval.dtype) == "bfloat16"
+    return {"cycles": IN_BFLOAT16[eqn.primitive.name]} if in_bfloat16 else {}
+
+
+def _of_division(eqn: Any) -> Traits:
+    # By a constant it is a product with its inverse (`AlgebraicSimplifier`).
+    is_product = hasattr(eqn.invars[1], "val") and eqn.outvars[0].aval.dtype.kind in "fV"
+    return {"cycles": cycles_named("mul")} if is_product else {}
 
 
 def _of_concatenation(eqn: Any) -> Traits:
@@ -257,6 +268,8 @@ def _is_swapped(eqn: Any) -> bool:
 
 
 _READERS: dict[str, Callable[[Any], Traits]] = {
+    **dict.fromkeys(IN_BFLOAT16, _of_arithmetic),
+    "div": _of_division,
     "dot_general": _of_matmul,
     "select_and_scatter_add": _of_pool_gradient,
     CONVOLUTION: _of_convolution,
