@@ -6,11 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import remat
+from remat.core import priority_fusion
 from remat.core.kernel_work import cycles_of
+from remat.memory import fusion
+from remat.memory.execution import live_nodes, users_of
+from remat.memory.instances import execution_of
 from remat.memory.predict import buffers
+from remat.memory.rows import Rows
 from remat.policies import Unchanged
 
 BATCH, HEADS, WIDTH = 8, 12, 64
@@ -97,6 +103,70 @@ def test_the_gradient_of_a_likelihood_is_made_in_one_kernel(
     loss, args = language_model(8000, dtype, shifted=shifted)
     plan = remat.plan(loss, *args, remat_policy=Unchanged() if policy == "none" else policy)
     assert plan.peak_bytes == pytest.approx(compiled_bytes(loss, args, plan, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda: jax.lax.stop_gradient(2.0),
+        lambda: jax.lax.reshape(np.float32(2), (1, 1)),
+        lambda: jax.lax.slice(np.float32(2), (), ()),
+    ],
+)
+def test_what_views_a_literal_is_no_obstacle(factor: Any, dtype: str) -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        above = jnp.exp(x - jnp.mean(x, -1, keepdims=True))
+        return jnp.abs(jnp.sum((above / above.sum(-1, keepdims=True)) ** 2 * factor()))
+
+    with jax.enable_x64(dtype == "float64"):
+        plan = remat.plan(loss, shape(64, 256, dtype=dtype), remat_policy="full")
+    assert plan.peak_bytes > 0
+
+
+def test_a_softmax_along_another_dimension_behind_a_reshape_is_no_kernel_of_rows() -> None:
+    """Of the shape that it sees: the last dimension before the reshape is the second behind it."""
+    along = [
+        remat.plan(
+            lambda x, axis=axis: jnp.sum(jax.nn.softmax((x * 2).reshape(512, 64, 64), axis) ** 2),
+            shape(512, 4096, dtype="bfloat16"),
+            remat_policy=Unchanged(),
+        ).graph
+        for axis in (1, 2)
+    ]
+    made = [
+        Rows(execution, users_of(execution, live_nodes(execution))).diamonds
+        for execution in (execution_of(graph, None, {}) for graph in along)
+    ]
+    assert [len(found) for found in made] == [0, 1]
+
+
+def test_of_many_softmaxes_no_more_is_computed_for_each() -> None:
+    """The arithmetic of a kernel of rows is summed when it changes, and not for all that it may take in."""
+
+    def lookups(count: int) -> int:
+        def loss(x: jax.Array) -> jax.Array:
+            x = jnp.sin(x)
+            return jnp.sum(sum(jax.nn.softmax(x * (i + 1)) ** 2 for i in range(count)))
+
+        plan = remat.plan(loss, shape(4096, 256), remat_policy=Unchanged())
+        asked = 0
+
+        class Counted(list[float]):
+            def __getitem__(self, index: Any) -> Any:
+                nonlocal asked
+                asked += 1
+                return super().__getitem__(index)
+
+        def program(**fields: Any) -> priority_fusion.Program:
+            return priority_fusion.Program(**{**fields, "work": Counted(fields["work"])})
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fusion, "Program", program)
+            fusion.Fusion(execution_of(plan.graph, None, {}))
+        return asked
+
+    assert 0 < lookups(40) < 3 * lookups(20)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class Program:
             another shape (`CanFuseWithAllNonBitcastUsers` leaves them out).
         tick_bytes: the unit of times, 0 for none.
         diamonds: by operator, those that are one kernel of rows with it from the first; they run no more.
+        rows: by the same, how many rows there are: each is a block of threads.
         sums: reductions of rows, which kernels of rows alone take in or make part of another.
         tiled: operators that a kernel of rows may have.
     """
@@ -70,6 +71,7 @@ class Program:
     stays: Collection[int] = frozenset()
     tick_bytes: float = _TICK_BYTES
     diamonds: Mapping[int, Collection[int]] = field(default_factory=dict)
+    rows: Mapping[int, int] = field(default_factory=dict)
     sums: Collection[int] = frozenset()
     tiled: Collection[int] = frozenset()
 
@@ -172,6 +174,7 @@ class _Kernel:
         written_bytes: what writing its results takes.
         ops: its operators; left empty where there are no kernels of rows.
         is_rows: whether it is one, in which each row is read and computed once; `is_tiled`: whether it may be.
+        once: the arithmetic of its operators, each once; None until it is asked for.
     """
 
     __slots__ = (
@@ -181,6 +184,7 @@ class _Kernel:
         "is_rows",
         "is_tiled",
         "moved",
+        "once",
         "ops",
         "places",
         "reads",
@@ -196,6 +200,7 @@ class _Kernel:
         self.moved = self.written_bytes = moved
         self.instructions = 1
         self.ops: set[int] = set()
+        self.once: float | None = None
         self.is_rows = self.is_tiled = False
         self.reads: dict[int, frozenset[int]] = {}
         self.cost: dict[int, float] = {}
@@ -284,37 +289,46 @@ class _Queue:
             kernel.ops.add(number)
             kernel.is_tiled = number in program.tiled
         for number, inner in program.diamonds.items():
-            self._make_rows(self.kernels[number], {number, *inner})
+            kernel = self.kernels[number]
+            kernel.ops |= {*inner}
+            made = {out for n in kernel.ops for out in program.outs[n]}
+            read = {value for n in kernel.ops for value in program.ins[n]} - made
+            self._make_rows(kernel, read, program.rows[number])
 
-    def _make_rows(self, kernel: _Kernel, ops: set[int]) -> None:
-        """Makes a kernel one of rows, of some operators: each computes a row once, whatever reads it."""
+    def _make_rows(self, kernel: _Kernel, read: Iterable[int], rows: int) -> None:
+        """Makes a kernel one of rows: each operator computes a row once, whatever reads it."""
         kernel.is_rows = kernel.is_tiled = True
-        kernel.ops, kernel.blocks, kernel.places = ops, 0, {-1: (1.0, 1)}
-        kernel.work = self._work(ops)
-        kernel.cost = self._read_in_rows(ops)
+        kernel.blocks, kernel.places = rows if rows < _PROCESSORS else 0, {-1: (1.0, 1)}
+        kernel.once = None
+        kernel.work = self._once(kernel)
+        kernel.reads = dict.fromkeys(sorted(read), _OWN)
+        kernel.cost = {value: self._read_in_rows(value, kernel.blocks) for value in kernel.reads}
         kernel.moved = kernel.written_bytes + sum(kernel.cost.values())
-        kernel.reads = dict.fromkeys(kernel.cost, _OWN)
 
-    def _work(self, ops: Iterable[int]) -> float:
-        return sum([self.program.work[number] for number in ops])
+    def _once(self, kernel: _Kernel) -> float:
+        if kernel.once is None:
+            kernel.once = sum([self.program.work[number] for number in kernel.ops])
+        return kernel.once
 
-    def _read_in_rows(self, ops: set[int]) -> dict[int, float]:
-        """What it takes a kernel of rows of some operators to read each of its operands: once."""
-        program = self.program
-        made = {out for number in ops for out in program.outs[number]}
-        read = dict.fromkeys(v for n in sorted(ops) for v in program.ins[n] if v not in made)
-        return {value: in_ticks(program.nbytes[value], program.tick_bytes) for value in read}
+    def _read_in_rows(self, value: int, blocks: int) -> float:
+        """What it takes a kernel of rows to read an operand: once."""
+        return read_bytes(self.program.nbytes[value], 1.0, blocks, self.program.tick_bytes)
 
-    def _taking_in_rows(self, producer: _Kernel, consumer: _Kernel) -> float:
-        """How long one kernel of rows would take instead of two.
+    def _saves_in_rows(self, number: int, producer: _Kernel, consumer: _Kernel) -> float | None:
+        """What is saved by one kernel of rows instead of two.
 
         What both compute is estimated as if it was computed twice, and read but once
         (`EstimateRunTimeForTiledHloComputation`).
         """
-        moved = consumer.written_bytes
-        moved += sum(self._read_in_rows(producer.ops | consumer.ops).values())
-        work = self._work(producer.ops) + self._work(consumer.ops)
-        return _taking(work, moved, 0, self.program.tick_bytes)
+        if not (producer.is_tiled and consumer.is_tiled):
+            return None
+        read = (producer.reads.keys() | consumer.reads.keys()) - {*self.program.outs[number]}
+        if len(read) >= MOST_ARRAYS:
+            return None
+        blocks = (producer if producer.is_rows else consumer).blocks
+        moved = consumer.written_bytes + sum([self._read_in_rows(v, blocks) for v in read])
+        work = self._once(producer) + self._once(consumer)
+        return consumer.time_bytes - _taking(work, moved, blocks, self.program.tick_bytes)
 
     def run(self) -> None:
         """Merges kernels until nothing is saved by it."""
@@ -384,9 +398,7 @@ class _Queue:
         """What a reader takes less time than now if it made a kernel's results itself; None if it cannot."""
         producer, consumer = self.kernels[number], self.kernels[user]
         if producer.is_rows or consumer.is_rows:
-            if not (producer.is_tiled and consumer.is_tiled):
-                return None
-            return consumer.time_bytes - self._taking_in_rows(producer, consumer)
+            return self._saves_in_rows(number, producer, consumer)
         if number in self.program.sums:
             return None
         found = self.merged(number, producer, consumer)
@@ -456,9 +468,13 @@ class _Queue:
     def _merge(self, number: int, producer: _Kernel, user: int) -> None:
         consumer = self.kernels[user]
         if producer.is_rows or consumer.is_rows:
-            self._make_rows(consumer, producer.ops | consumer.ops)
+            read = (producer.reads.keys() | consumer.reads.keys()) - {*self.program.outs[number]}
+            blocks = (producer if producer.is_rows else consumer).blocks
+            consumer.ops |= producer.ops
+            self._make_rows(consumer, read, blocks or _PROCESSORS)
             return
         consumer.ops |= producer.ops
+        consumer.once = None
         consumer.is_tiled &= producer.is_tiled
         found = self.merged(number, producer, consumer)
         assert found is not None

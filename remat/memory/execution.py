@@ -114,7 +114,8 @@ class Node:
         name: of the operator, or the kind.
         ins, outs: instances.
         step: index of the schedule's step.
-        fusible: whether it is merged with what it reads; `reduces`: but with nothing that reads it.
+        fusible: whether it is merged with what it reads; `reduces`: but with nothing that reads it outside of
+            kernels of rows.
         cycles: clock cycles per element, as XLA counts them.
         working: of a planned loop what one iteration needs, and its `trips`, the number of iterations.
         again: whether the operator ran before.
@@ -199,12 +200,13 @@ def convert_before_padding(execution: Execution) -> None:
     nodes, instances = execution.nodes, execution.instances
     readers = Counter(index for node in nodes for index in dict.fromkeys(node.ins))
     for node in nodes:
-        if node.name != "convert_element_type" or node.kind != "op" or readers[node.ins[0]] != 1:
+        if node.name != "convert_element_type" or len(node.ins) != 1 or readers[node.ins[0]] != 1:
             continue
         middle, made = instances[node.ins[0]], instances[node.outs[0]]
         before = nodes[middle.producer] if middle.producer >= 0 else node
-        narrows = made.nbytes < middle.nbytes and node.ins[0] not in execution.results
-        if before.name != "pad" or before.kind != "op" or len(before.ins) != 1 or not narrows:
+        if before.name != "pad" or before.kind != "op" or len(before.ins) != 1:
+            continue
+        if made.nbytes >= middle.nbytes or node.ins[0] in execution.results:
             continue
         middle.elements = instances[before.ins[0]].elements
         middle.nbytes = middle.elements * made.nbytes // max(made.elements, 1)

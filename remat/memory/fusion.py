@@ -1,9 +1,9 @@
 """What XLA fuses: which instances are buffers, and which kernels read them.
 
 A result of a matmul, convolution, loop, scatter or unknown operator is a buffer; so is a reduction's (it is merged
-with what it reads, never with what reads it), what these operators read, what a barrier ties, and every result and
-gradient: the rule of `remat.core.buffers`, for every run. Any other value is a buffer if XLA's `priority_fusion`
-leaves it (`remat.core.priority_fusion`).
+with what it reads, and with what reads it in kernels of rows alone, `rows.py`), what these operators read, what a
+barrier ties, and every result and gradient: the rule of `remat.core.buffers`, for every run. Any other value is a
+buffer if XLA's `priority_fusion` leaves it (`remat.core.priority_fusion`).
 """
 
 from __future__ import annotations
@@ -307,6 +307,7 @@ class Fusion:
             part=self._part,
             stays=stays,
             diamonds=self._rows.diamonds,
+            rows={number: self._rows.count(number) for number in self._rows.diamonds},
             sums=sums,
             tiled=self._rows.tiled,
         )

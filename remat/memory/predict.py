@@ -5,7 +5,7 @@ of XLA:GPU that decide about memory, without compiling. Each has a module, which
 
 1. `instances`: what runs and what runs again, as nodes and instances of values (`execution`); `identities`:
    what is not new; `zeros`. `bodies`: the same for one iteration of a loop.
-2. `fusion`: which instances are buffers.
+2. `fusion`: which instances are buffers; `rows`: softmaxes and norms.
 3. `kernels`: what runs as one, and what is copied for it; `matmuls`: those that are multiplied as one; `merging`:
    kernels that are one.
 4. `order`: in which order.
@@ -134,7 +134,7 @@ def buffers(graph: Graph) -> tuple[int, ...]:
 
     Inputs, constants and cotangents have their bytes. A value that shares its operand's buffer (a reshape) has 0.
     """
-    execution = execution_of(graph, None, {})
+    execution = _as_xla_has_it(execution_of(graph, None, {}))
     fusion = Fusion(execution)
     found = [0] * len(graph.values)
     for index, instance in enumerate(execution.instances):
@@ -143,10 +143,16 @@ def buffers(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
-    """Returns what runs as one, and in which order with which buffers."""
+def _as_xla_has_it(execution: Execution) -> Execution:
+    """Changes an execution in ways that concern all of it; the second time it changes nothing."""
     convert_before_padding(execution)
     leave_out_the_value(execution)
+    return execution
+
+
+def laid_out(execution: Execution) -> tuple[list[Kernel], Layout]:
+    """Returns what runs as one, and in which order with which buffers."""
+    execution = _as_xla_has_it(execution)
     groups = merged_matmuls(execution)
     fusion = Fusion(execution, {number for _, members in groups for number in members})
     kernels = join_matmuls(execution, fusion, find_kernels(execution, fusion), groups)

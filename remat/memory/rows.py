@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from remat.core.graph import Op
 from remat.memory.execution import Execution, Node, live_nodes, users_of
 from remat.memory.tables import LONGEST_ROW, SAME_BUFFER
 
 __all__ = ["Rows", "leave_out_the_value"]
 
 _SPREADS = frozenset({"broadcast_in_dim", "iota"})
+_UNKNOWN = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})  # to Triton
+_OTHER_TYPES = frozenset({"complex64", "complex128", "float64"})
 _OF_WHOLE_ROWS = SAME_BUFFER | {"slice"}
 
 
@@ -52,22 +55,24 @@ class Rows:
         self._results = set(execution.results)
         nodes = execution.nodes
         self.sums = {number for number, node in enumerate(nodes) if self._reduces_rows(node)}
+        self.tiled = set(self.sums)
+        if self.sums:
+            self.tiled.update(n for n, node in enumerate(nodes) if self._is_by_rows(node))
         self.diamonds = dict(filter(None, map(self._closed, sorted(self.sums))))
-        self.tiled = (
-            self.sums | {n for n, node in enumerate(nodes) if self._is_by_rows(node)}
-            if self.diamonds
-            else set[int]()
-        )
+
+    def count(self, number: int) -> int:
+        """The rows of what a kernel begins with, of the node that makes its array."""
+        reduction = self._execution.nodes[self.diamonds[number][0]]
+        return self._elements(reduction.outs[0])
 
     def _reduces_rows(self, node: Node) -> bool:
         """Whether the last dimension is reduced, and no other, and is short enough."""
         if not node.reduces or node.op is None or not node.op.axes or len(node.outs) != 1:
             return False
-        values, instances = self._execution.graph.values, self._execution.instances
-        first = instances[node.ins[0]]
-        if any(instances[i].elements > first.elements for i in node.ins):
+        elements = self._elements(node.ins[0])
+        if any(self._elements(i) > elements for i in node.ins) or not self._is_known(node.op):
             return False  # a sum of products, whose axes are those of the second
-        shape = values[first.value].shape
+        shape = self._execution.graph.values[node.op.inputs[0]].shape
         return node.op.axes == (len(shape) - 1,) and shape[-1] <= LONGEST_ROW
 
     def _closed(self, number: int) -> tuple[int, tuple[int, ...]] | None:
@@ -78,9 +83,13 @@ class Rows:
         reduction = self._execution.nodes[number]
         elements = self._elements(reduction.ins[0])
         inner, (made,) = [number], reduction.outs
+        if self._elements(made) <= 1:
+            return None
         while len(users := self._users[made]) == 1 and made not in self._results:
             node = self._execution.nodes[users[0]]
-            if node.name != "broadcast_in_dim" and not self._is_pointwise(node):
+            if users[0] not in self.tiled or not (
+                node.name == "broadcast_in_dim" or self._is_pointwise(node)
+            ):
                 return None
             if len(self._arrays(node)) > 1:
                 joins = len(node.ins) == 2 and node.ins[1] == made
@@ -114,15 +123,23 @@ class Rows:
 
     def _is_by_rows(self, node: Node) -> bool:
         """Whether an operator that fuses makes rows of rows, or of numbers."""
-        if node.op is None or node.kind != "op" or not node.fusible or node.op.random:
+        op = node.op
+        if op is None or node.kind != "op" or not node.fusible or op.random:
             return False
-        if node.op.kind == "POINTWISE" or node.name in _SPREADS:
+        if node.name in _UNKNOWN or len(node.outs) != 1 or not self._is_known(op):
+            return False
+        if op.kind == "POINTWISE" or node.name in _SPREADS:
             return True
-        if node.name not in _OF_WHOLE_ROWS or len(node.outs) != 1:
+        if node.name not in _OF_WHOLE_ROWS or len(op.inputs) != 1:
             return False
-        values, instances = self._execution.graph.values, self._execution.instances
-        read, made = (values[instances[i].value].shape[-1:] for i in (*node.ins, *node.outs))
+        values = self._execution.graph.values
+        read, made = (values[v].shape[-1:] for v in (*op.inputs, *op.outputs))
         return read == made or (node.name in SAME_BUFFER and (1,) in (read, made))
+
+    def _is_known(self, op: Op) -> bool:
+        """Whether Triton has the types, and XLA's estimates are known: of float64 they are not."""
+        values = self._execution.graph.values
+        return not any([values[v].dtype in _OTHER_TYPES for v in (*op.inputs, *op.outputs)])
 
     def _arrays(self, node: Node) -> set[int]:
         """The operands that are no numbers."""
