@@ -293,12 +293,13 @@ class _Queue:
             kernel.ops |= {*inner}
             made = {out for n in kernel.ops for out in program.outs[n]}
             read = {value for n in kernel.ops for value in program.ins[n]} - made
-            self._make_rows(kernel, read, program.rows[number])
+            rows = program.rows[number]
+            self._make_rows(kernel, read, rows if rows < _PROCESSORS else 0)
 
-    def _make_rows(self, kernel: _Kernel, read: Iterable[int], rows: int) -> None:
+    def _make_rows(self, kernel: _Kernel, read: Iterable[int], blocks: int) -> None:
         """Makes a kernel one of rows: each operator computes a row once, whatever reads it."""
         kernel.is_rows = kernel.is_tiled = True
-        kernel.blocks, kernel.places = rows if rows < _PROCESSORS else 0, {-1: (1.0, 1)}
+        kernel.blocks, kernel.places = blocks, {-1: (1.0, 1)}
         kernel.once = None
         kernel.work = self._once(kernel)
         kernel.reads = dict.fromkeys(sorted(read), _OWN)
@@ -314,6 +315,11 @@ class _Queue:
         """What it takes a kernel of rows to read an operand: once."""
         return read_bytes(self.program.nbytes[value], 1.0, blocks, self.program.tick_bytes)
 
+    def _as_rows(self, number: int, producer: _Kernel, consumer: _Kernel) -> tuple[set[int], int]:
+        """What one kernel of rows reads that is two now, and its blocks."""
+        read = (producer.reads.keys() | consumer.reads.keys()) - {*self.program.outs[number]}
+        return read, (producer if producer.is_rows else consumer).blocks
+
     def _saves_in_rows(self, number: int, producer: _Kernel, consumer: _Kernel) -> float | None:
         """What is saved by one kernel of rows instead of two.
 
@@ -322,10 +328,9 @@ class _Queue:
         """
         if not (producer.is_tiled and consumer.is_tiled):
             return None
-        read = (producer.reads.keys() | consumer.reads.keys()) - {*self.program.outs[number]}
+        read, blocks = self._as_rows(number, producer, consumer)
         if len(read) >= MOST_ARRAYS:
             return None
-        blocks = (producer if producer.is_rows else consumer).blocks
         moved = consumer.written_bytes + sum([self._read_in_rows(v, blocks) for v in read])
         work = self._once(producer) + self._once(consumer)
         return consumer.time_bytes - _taking(work, moved, blocks, self.program.tick_bytes)
@@ -468,10 +473,9 @@ class _Queue:
     def _merge(self, number: int, producer: _Kernel, user: int) -> None:
         consumer = self.kernels[user]
         if producer.is_rows or consumer.is_rows:
-            read = (producer.reads.keys() | consumer.reads.keys()) - {*self.program.outs[number]}
-            blocks = (producer if producer.is_rows else consumer).blocks
+            read, blocks = self._as_rows(number, producer, consumer)
             consumer.ops |= producer.ops
-            self._make_rows(consumer, read, blocks or _PROCESSORS)
+            self._make_rows(consumer, read, blocks)
             return
         consumer.ops |= producer.ops
         consumer.once = None

@@ -32,8 +32,11 @@ def leave_out_the_value(execution: Execution) -> None:
         return
     gradients = execution.results[: len(execution.graph.gradients)]
     others = [index for index in execution.results if execution.instances[index].elements > 1]
-    if gradients and Rows(execution, users_of(execution, live_nodes(execution))).diamonds:
-        execution.results = list(dict.fromkeys((*gradients, *others)))
+    kept = list(dict.fromkeys((*gradients, *others)))
+    if not gradients or len(kept) == len(set(execution.results)):
+        return
+    if Rows(execution, users_of(execution, live_nodes(execution))).diamonds:
+        execution.results = kept
 
 
 class Rows:

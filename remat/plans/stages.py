@@ -190,8 +190,6 @@ def _origins(graph: Graph, value: int) -> Iterator[tuple[Op, tuple[int, ...], in
     values, forward = graph.values, graph.forward_values
     backward, besides = {value}, set[int]()
     for _ in range(SPREAD_DEPTH):
-        if not backward:
-            return
         latest = max(backward, key=lambda v: -1 if (p := values[v].producer) is None else p)
         producer = values[latest].producer
         op = None if producer is None else graph.ops[producer]
