@@ -79,6 +79,25 @@ def test_unhashable_static_argument() -> None:
         g(W, [1, 2])
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jit", "in a pair"])
+def test_traced_static_argument(transform: str) -> None:
+    def scaled(x: jax.Array, by: Any) -> jax.Array:
+        return jnp.sum(jnp.tanh(x)) * (by[0] if isinstance(by, tuple) else by)
+
+    wrapped = remat.checkpoint(scaled, static_argnums=1)
+    x = jnp.ones(3)
+    calls: dict[str, Callable[[], Any]] = {
+        "grad": lambda: jax.grad(wrapped, argnums=1)(x, 2.0),
+        "vmap": lambda: jax.vmap(wrapped, in_axes=(None, 0))(x, jnp.ones(2)),
+        "jit": lambda: jax.jit(wrapped)(x, 2.0),
+        "in a pair": lambda: jax.jit(lambda by: wrapped(x, (by, 1)))(2.0),
+    }
+    with pytest.raises(
+        remat.TraceError, match=r"static argument 1 is traced by jax.*static_argnums"
+    ):
+        calls[transform]()
+
+
 @pytest.mark.parametrize("wrap_again", [False, True])
 def test_second_eager_call_neither_traces_nor_compiles(wrap_again: bool) -> None:
     g = remat.checkpoint(loss)

@@ -120,6 +120,21 @@ def split_results(results: Any, is_traced: Filter | None = None) -> tuple[list[A
     return [leaf for i, leaf in enumerate(leaves) if flags[i]], Results(tree, fixed)
 
 
+def _unhashable(name: int | str, value: Any) -> str:
+    """What to say of a static argument without a hash."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        return (
+            f"static argument {name!r} is traced by jax: it is differentiated, batched, or an argument of a "
+            "function under jax.jit. A static argument is a value that planning may look at. Leave it out of "
+            "static_argnums and static_argnames, or keep it out of that transformation (argnums of jax.grad, "
+            "in_axes of jax.vmap, static_argnums of jax.jit)"
+        )
+    return (
+        f"static argument {name!r} of type {type(value).__name__} is not hashable; static "
+        "arguments must be hashable values such as bool, int, str or a frozen dataclass"
+    )
+
+
 def flatten_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -135,7 +150,7 @@ def flatten_call(
         is_traced: whether a leaf is; by default arrays, and Python numbers that are no fields of a model.
 
     Raises:
-        TraceError: a static argument has no hash.
+        TraceError: a static argument has no hash, for example because it is differentiated.
     """
     nums = {i + len(args) if i < 0 else i for i in static_argnums}
     static = {i: args[i] for i in sorted(nums) if i < len(args)}
@@ -144,10 +159,7 @@ def flatten_call(
         try:
             hash(value)
         except TypeError as error:
-            raise TraceError(
-                f"static argument {name!r} of type {type(value).__name__} is not hashable; static "
-                "arguments must be hashable values such as bool, int, str or a frozen dataclass"
-            ) from error
+            raise TraceError(_unhashable(name, value)) from error
     moving = [i for i in range(len(args)) if i not in static]
     moving_kw = {name: value for name, value in kwargs.items() if name not in static_kw}
     everything, tree = jax.tree.flatten((tuple(args[i] for i in moving), moving_kw))
