@@ -121,17 +121,22 @@ class _Traced:
     ) -> Callable[[Sequence[Any]], Sequence[Any]]:
         program = self.function.primal
         flags = zip(perturbed, differentiable_flags(program), strict=True)
+        differentiated = tuple(p and flag for p, flag in flags)
         try:
-            plan = self.function.staged(inputs, tuple(p and flag for p, flag in flags)).plan
+            plan = self.function.staged(inputs, differentiated).plan
         except ValueError as error:
             if not compat.is_forward_only(error):
                 raise
             return functools.partial(evaluate, program)  # nothing is kept for a backward pass
-        return functools.partial(self._annotated, plan)
+        return functools.partial(self._annotated, plan, perturbed=differentiated)
 
-    def _annotated(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
-        function = self.function
-        return annotate_program(function.primal, plan, inputs, prevent_cse=function.room.barriers)
+    def _annotated(
+        self, plan: Plan, inputs: Sequence[Any], perturbed: Sequence[bool] | None = None
+    ) -> Sequence[Any]:
+        function, barriers = self.function, self.function.room.barriers
+        return annotate_program(
+            function.primal, plan, inputs, perturbed=perturbed, prevent_cse=barriers
+        )
 
 
 @contextmanager

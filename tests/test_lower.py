@@ -329,6 +329,59 @@ def test_side_effects_of_functions_with_rules_run_once(
         assert len(seen) == (length or 1)
 
 
+@jax.custom_vjp
+def _at_time(x: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.sin(x) * t
+
+
+def _at_time_forward(x: Any, t: Any) -> tuple[jax.Array, Any]:
+    if t.perturbed:
+        raise RuntimeError("the time is differentiated")
+    return _at_time(x.value, t.value), (x.value, t.value)
+
+
+def _at_time_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    x, t = kept
+    return g * jnp.cos(x) * t, None
+
+
+_at_time.defvjp(_at_time_forward, _at_time_backward, symbolic_zeros=True)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("place", ["argument", "carried", "over the steps"])
+def test_rules_are_asked_with_tangents_of_what_is_differentiated(place: str, lowering: str) -> None:
+    """Some refuse others; they are asked whether they act where something acts beside them."""
+    seen: list[int] = []
+
+    def host(late: Any) -> Any:
+        seen.append(1)
+        return late
+
+    def loss(x: jax.Array, t: jax.Array) -> jax.Array:
+        def step(carry: tuple[jax.Array, jax.Array], now: Any) -> tuple[Any, None]:
+            c, late = carry
+            heard = io_callback(host, late, jax.lax.stop_gradient(late))
+            c = jnp.tanh(_at_time(jnp.tanh(c * heard), late if now is None else now) + c)
+            return (c, late + 0.5), None
+
+        if place == "argument":
+            return jnp.sum(step((x, t * 2), None)[0][0] ** 2)
+        times = t + jnp.arange(3.0) if place == "over the steps" else None
+        return jnp.sum(jax.lax.scan(step, (x, t), times, length=3)[0][0] ** 2)
+
+    x, t = jnp.linspace(-1, 1, 8), jnp.asarray(0.7)
+    want = jax.grad(loss)(x, t)
+    ours = remat.checkpoint(loss, lowering=lowering)
+    for run in (jax.grad(ours), jax.jit(jax.grad(ours)), jax.grad(jax.jit(ours))):
+        seen.clear()
+        assert_equal(run(x, t), want, exact=False)
+        jax.effects_barrier()
+        assert len(seen) == (1 if place == "argument" else 3)
+    with pytest.raises(RuntimeError, match="time is differentiated"):
+        jax.grad(ours, argnums=1)(x, t)
+
+
 def _executions(function: Callable[..., Any], *args: Any) -> int:
     """Counts the matmuls of the joint program, loops included once per iteration."""
 

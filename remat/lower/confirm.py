@@ -190,7 +190,8 @@ def _compiled(
             if as_it_is:
                 results = evaluate(room.program, full)
             else:
-                results = annotate_program(room.program, staged.plan, full, prevent_cse=True)
+                flags = staged.joint.perturbed
+                results = annotate_program(room.program, staged.plan, full, perturbed=flags)
             return [results[i] for i, _ in given], results
 
         _, pull, results = jax.vjp(of_wanted, *(inputs[i] for i in wanted), has_aux=True)

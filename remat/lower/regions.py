@@ -9,7 +9,7 @@ and every other transform.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from remat.core.classify import OpCost
 from remat.core.errors import PlanError
 from remat.core.graph import Op
 from remat.core.primitives import OpClass
+from remat.lower.split import body_inputs_reached, values_reached
 from remat.plans.plan import Plan
 from remat.plans.record import primal_name
 from remat.trace.classify import classify_equation
 from remat.trace.instances import instances_of, with_single_instances
-from remat.trace.program import Equation, Program, evaluate, is_inexact, program_of
+from remat.trace.program import Atom, Equation, Program, evaluate, program_of
 from remat.trace.symbolic import STAND_IN
 
 __all__ = ["annotate_program", "differentiable_flags"]
@@ -51,7 +52,12 @@ def differentiable_flags(program: Program) -> tuple[bool, ...]:
 
 
 def annotate_program(
-    program: Program, plan: Plan, inputs: Sequence[Any], *, prevent_cse: bool = True
+    program: Program,
+    plan: Plan,
+    inputs: Sequence[Any],
+    *,
+    perturbed: Sequence[bool] | None = None,
+    prevent_cse: bool = True,
 ) -> list[Any]:
     """Runs `program` as the plan says; see the module docstring.
 
@@ -59,6 +65,7 @@ def annotate_program(
         program: the undifferentiated program the plan was made for.
         plan: a plan made with `lowering="policy"`.
         inputs: one array per program input.
+        perturbed: which inputs are differentiated; by default all that could be.
         prevent_cse: of the `jax.checkpoint` regions; False inside loop bodies.
 
     Raises:
@@ -71,7 +78,11 @@ def annotate_program(
     policy = jax.checkpoint_policies.save_only_these_names(*sorted(names.values()))
     env: dict[int, Any] = {**program.constants, **dict(zip(program.inputs, inputs, strict=True))}
     loops = _loop_paths(program)
-    for region in _regions(program, set(names), rules_act=any(map(_op_acts, plan.graph.ops))):
+    reached = values_reached(
+        program, differentiable_flags(program) if perturbed is None else perturbed
+    )
+    rules_act = any(map(_op_acts, plan.graph.ops))
+    for region in _regions(program, set(names), reached if rules_act else None):
         part = _part(program, region, names)
         operands = [env[v] for v in part.inputs]
         if region.whole:
@@ -84,7 +95,7 @@ def annotate_program(
         else:
             path = loops.get(region.start)
             body = next((x.plan for x in plan.loops if x.path == path), None)
-            results = _run_outside(part, operands, body)
+            results = _run_outside(part, operands, body, reached)
         env.update(zip((v for v in part.outputs if isinstance(v, int)), results, strict=True))
     return [env[a] if isinstance(a, int) else a.value for a in program.outputs]
 
@@ -114,18 +125,22 @@ def _loop_paths(program: Program) -> dict[int, str]:
     return {index: f"scan{n}" for n, index in enumerate(scans)}
 
 
-def _outside(equation: Equation, *, rules_act: bool) -> bool:
+def _outside(equation: Equation, reached: Set[Atom] | None) -> bool:
     """Whether an equation must not be inside a region: loops and what may not run twice.
 
-    jax makes no region of what has a side effect, in what it calls or in a derivative rule. `rules_act` says that
-    some rule might; only then are they looked at, for they have to be traced.
+    jax makes no region of what has a side effect, in what it calls or in a derivative rule. `reached` is None
+    unless some rule might; only then are they looked at, for they have to be traced, as jax does: with tangents
+    of what derivatives reach, and of nothing else, which a rule may refuse.
     """
     eqn = equation.source
     if compat.scan_parts(eqn) is not None:
         return True
     cost = _cost(eqn)
     if cost.op_class is OpClass.CALL:
-        return _acts(eqn) or (rules_act and any(map(_acts, _differentiated(eqn))))
+        if _acts(eqn) or reached is None:
+            return _acts(eqn)
+        flags = [a in reached for a in equation.inputs]
+        return any(flags) and any(map(_acts, _differentiated(eqn, flags)))
     return not cost.recomputable
 
 
@@ -146,10 +161,10 @@ def _acts(eqn: Any) -> bool:
     return any(_acts(inner) for body in bodies for inner in body.eqns)
 
 
-def _differentiated(eqn: Any) -> Sequence[Any]:
+def _differentiated(eqn: Any, perturbed: Sequence[bool]) -> Sequence[Any]:
     """The equations that a call becomes when it is differentiated: its rules are functions until then."""
     avals, _ = compat.avals_of(eqn)
-    chosen = [i for i, aval in enumerate(avals) if is_inexact(aval)]
+    chosen = [i for i, flag in enumerate(perturbed) if flag]
 
     def derivative(operands: Sequence[Any]) -> Any:
         def called(*values: Any) -> Any:
@@ -165,7 +180,7 @@ def _differentiated(eqn: Any) -> Sequence[Any]:
     return compat.open_jaxpr(closed)[0].eqns
 
 
-def _regions(program: Program, kept: set[int], *, rules_act: bool) -> list[_Region]:
+def _regions(program: Program, kept: set[int], reached: Set[Atom] | None) -> list[_Region]:
     equations = program.equations
     free = {*kept, *program.inputs, *program.constants}
     last: dict[int, int] = {}
@@ -178,7 +193,7 @@ def _regions(program: Program, kept: set[int], *, rules_act: bool) -> list[_Regi
     start = 0
     alive: set[int] = set()
     for index, equation in enumerate(equations):
-        if _outside(equation, rules_act=rules_act):
+        if _outside(equation, reached):
             regions += [_Region(start, index, True), _Region(index, index + 1, False)]
             start = index + 1
         alive.update(v for v in equation.outputs if last.get(v, -1) > index and v not in free)
@@ -213,22 +228,27 @@ def _part(program: Program, region: _Region, names: Mapping[int, str]) -> Progra
     )
 
 
-def _run_outside(part: Program, operands: Sequence[Any], body_plan: Plan | None) -> Sequence[Any]:
+def _run_outside(
+    part: Program, operands: Sequence[Any], body_plan: Plan | None, reached: Set[Atom]
+) -> Sequence[Any]:
     parts = compat.scan_parts(part.equations[0].source)
     if parts is None or body_plan is None:
         return evaluate(part, operands)
+    perturbed = body_inputs_reached(parts, (a in reached for a in part.equations[0].inputs))
 
     def loop(path: str, _: Any, parts: compat.ScanParts, xs: Sequence[Any]) -> Sequence[Any]:
         del path
-        return compat.run_scan(parts, _body(parts, body_plan), xs)
+        return compat.run_scan(parts, _body(parts, body_plan, perturbed), xs)
 
     return evaluate(part, operands, loop=loop)
 
 
-def _body(parts: compat.ScanParts, plan: Plan) -> Callable[..., list[Any]]:
+def _body(
+    parts: compat.ScanParts, plan: Plan, perturbed: Sequence[bool]
+) -> Callable[..., list[Any]]:
     program = program_of(parts.body)
 
     def body(*inputs: Any) -> list[Any]:
-        return annotate_program(program, plan, inputs, prevent_cse=False)
+        return annotate_program(program, plan, inputs, perturbed=perturbed, prevent_cse=False)
 
     return body

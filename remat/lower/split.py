@@ -15,7 +15,13 @@ from remat import compat
 from remat.compat.deferred import DEFERRED
 from remat.trace.program import Atom, Equation, Literal, Program, is_inexact, live_equations
 
-__all__ = ["inputs_with_gradient", "results_reached", "split_planned"]
+__all__ = [
+    "body_inputs_reached",
+    "inputs_with_gradient",
+    "results_reached",
+    "split_planned",
+    "values_reached",
+]
 
 
 # Calls of a body that takes their operands and has no derivative rule, beside those that programs dissolve.
@@ -92,8 +98,23 @@ def _without_effects(equations: Sequence[Equation], aside: Sequence[Atom]) -> tu
 
 def results_reached(program: Program, perturbed: Sequence[bool]) -> tuple[bool, ...]:
     """For every result whether derivatives of the inputs that are perturbed reach it."""
+    reached = values_reached(program, perturbed)
+    return tuple(a in reached for a in program.outputs)
+
+
+def values_reached(program: Program, perturbed: Iterable[bool]) -> frozenset[Atom]:
+    """The values that derivatives of the inputs that are perturbed reach."""
     reach = _reach(program, perturbed)
-    return tuple(reach.get(a, _Reach.NONE) is not _Reach.NONE for a in program.outputs)
+    return frozenset(a for a, state in reach.items() if state is not _Reach.NONE)
+
+
+def body_inputs_reached(parts: compat.ScanParts, reached: Iterable[bool]) -> tuple[bool, ...]:
+    """For every input of a loop's body whether derivatives reach it in some iteration.
+
+    `reached` says so of the loop's operands.
+    """
+    given = [_Reach.REVERSE if flag else _Reach.NONE for flag in reached]
+    return tuple(state is not _Reach.NONE for state in _in_any_iteration(parts, given))
 
 
 def _reach(program: Program, perturbed: Iterable[bool]) -> dict[Atom, _Reach]:
@@ -139,13 +160,18 @@ def _through(eqn: Any, states: Sequence[_Reach]) -> list[_Reach]:
 
 
 def _through_loop(parts: compat.ScanParts, given: Sequence[_Reach]) -> list[_Reach]:
+    return _through_body(parts.body, _in_any_iteration(parts, given))
+
+
+def _in_any_iteration(parts: compat.ScanParts, given: Sequence[_Reach]) -> list[_Reach]:
+    """How derivatives reach the inputs of a loop's body: its carry also through the iteration before."""
     first, last = parts.num_consts, parts.num_consts + parts.num_carry
     carry = list(given[first:last])
     while True:
-        found = _through_body(parts.body, (*given[:first], *carry, *given[last:]))
-        after = list(map(max, carry, found))
+        inputs = [*given[:first], *carry, *given[last:]]
+        after = list(map(max, carry, _through_body(parts.body, inputs)))
         if after == carry:
-            return found
+            return inputs
         carry = after
 
 
