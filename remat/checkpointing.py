@@ -96,17 +96,18 @@ def checkpoint(
     if isinstance(resolved, Off):
         return fun
     if isinstance(resolved, JaxPolicy):
+        nums, words = static_numbers(static_argnums), static_names(static_argnames)
         wrapped_by_jax = compat.jax_checkpoint(
             fun,
             policy=resolved.policy,
             prevent_cse=prevent_cse,
-            static_argnums=tuple(static_numbers(static_argnums)),
-            static_argnames=tuple(static_names(static_argnames)),
+            static_argnums=tuple(nums),
+            static_argnames=tuple(words),
         )
         names = compat.names_of_policy(resolved.policy)
         if not names:
             return wrapped_by_jax
-        return _checking_names(fun, wrapped_by_jax, names, static_argnums, static_argnames)
+        return _checking_names(fun, wrapped_by_jax, names, *both_spellings(fun, nums, words))
     wrapped = Wrapped(
         fun, resolved, static_argnums, static_argnames, prevent_cse, lowering, nested_checkpoints
     )
@@ -145,16 +146,18 @@ def _checking_names(
     fun: Callable[..., Any],
     wrapped_by_jax: Callable[..., Any],
     names: frozenset[str],
-    static_argnums: int | Iterable[int],
-    static_argnames: str | Iterable[str],
+    static_argnums: frozenset[int],
+    static_argnames: frozenset[str],
 ) -> Callable[..., Any]:
     """Calls a function wrapped with one of jax's policies of names, once it is known that it has such names."""
-    nums, words = both_spellings(fun, static_numbers(static_argnums), static_names(static_argnames))
     checked: set[Any] = set()
 
     @named_like(fun)
     def rematted(*args: Any, **kwargs: Any) -> Any:
-        call = flatten_call(args, kwargs, nums, words)
+        try:
+            call = flatten_call(args, kwargs, static_argnums, static_argnames)
+        except TraceError:  # a static argument without a hash, which jax takes
+            return wrapped_by_jax(*args, **kwargs)
         key = (call.key, tuple(map(jax.typeof, call.leaves)))
         if call.key is None or key not in checked:
 

@@ -89,6 +89,12 @@ def failed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 2) -> str
     return err
 
 
+def test_a_hint_begins_outside_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", TINY, "--policy", "full", "--budget", "0.01", "--confirm", "off")
+    lines = failed(capsys, *argv, code=1).splitlines()
+    assert all(line.count("(") == line.count(")") for line in lines), lines
+
+
 def test_plan_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "models.cases:gpt_tiny", "--top", "3"]) == 0
     out, err = capsys.readouterr()

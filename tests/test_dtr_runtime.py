@@ -24,6 +24,7 @@ from benchmarks import tree_lstm
 from models import tree_lstm as tree_lstm_model
 from remat import dtr
 from remat.dtr.runtime.operators import OPERATORS
+from tests.programs import run_on_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0)
@@ -617,6 +618,67 @@ def test_transforms_outside_are_refused() -> None:
             transformed(X)
     with pytest.raises(remat.TraceError, match=r"remat\.checkpoint"):
         jax.grad(lambda x: run(x).sum())(X)
+
+    _, pull = dtr.vjp(jnp.sin, X)
+    for transformed in (jax.jit(pull), jax.vmap(pull), jax.grad(lambda x: pull(x)[0].sum())):
+        with pytest.raises(remat.TraceError, match=r"remat\.checkpoint"):
+            transformed(X)
+    _assert_same(pull(X), jax.vjp(jnp.sin, X)[1](X))
+
+
+@pytest.mark.parametrize("fun", [lambda x: jnp.sum(jnp.log(x)), lambda x: jnp.sum(jnp.sqrt(x - 1))])
+def test_debug_nans_names_the_operator(fun: Callable[[Any], Any]) -> None:
+    x = jnp.linspace(-2, -1, 4)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError) as expected:
+            jax.grad(fun)(x)
+        with pytest.raises(FloatingPointError) as found:
+            dtr.grad(fun)(x)
+    name = str(expected.value).rsplit(" ", 1)[-1]
+    assert str(found.value).startswith("invalid value (nan) encountered in")
+    assert str(found.value).endswith(name)
+
+
+@pytest.mark.parametrize("value", [3.0, np.float32(3), jnp.float32(3), 2 + 1j])
+def test_gradients_are_of_the_weak_type_that_jax_makes(value: Any) -> None:
+    def fun(x: Any) -> Any:
+        return jnp.sin(x) * x
+
+    holomorphic = isinstance(value, complex)
+    expected = jax.grad(fun, holomorphic=holomorphic)(value)
+    found = dtr.grad(fun, holomorphic=holomorphic)(value)
+    assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)
+    _assert_same(found, expected)
+
+
+def test_arrays_are_moved_between_devices() -> None:
+    program = """
+import jax, jax.numpy as jnp
+from remat import dtr
+
+first, second = jax.devices()
+sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), jax.sharding.PartitionSpec("x"))
+w = jax.device_put(jnp.arange(256.0), second)
+programs = {
+    "moved": lambda x: jnp.sum(jax.device_put(jnp.sin(x), second)),
+    "pipeline": lambda x: jnp.sum(jnp.cos(jax.device_put(jnp.sin(x), second) * w)),
+    "there and back": lambda x: jnp.sum(jax.device_put(jax.device_put(x * x, second) * w, first) * x),
+    "sharded": lambda x: jnp.sum(jnp.sin(jax.device_put(jnp.sin(x), sharding)) ** 2),
+    "nowhere": lambda x: jnp.sum(jax.device_put(jnp.sin(x)) * x),
+}
+for name, fun in programs.items():
+    for x in (jnp.arange(256.0), jax.device_put(jnp.arange(256.0), first)):
+        value, gradient = jax.value_and_grad(fun)(x)
+        runs = []
+        dtr.value_and_grad(fun, on_run=runs.append)(x)
+        for budget in (None, runs[-1].peak_bytes):
+            mine, found = dtr.value_and_grad(fun, budget=budget)(x)
+            assert mine.sharding.device_set == value.sharding.device_set, name
+            assert found.sharding.device_set == gradient.sharding.device_set, name
+            assert jnp.allclose(jnp.asarray(mine), value) and jnp.allclose(found, gradient), name
+print("moved", len(programs))
+"""
+    assert run_on_devices(program, 2).split() == ["moved", "5"]
 
 
 def test_misuse_is_explained() -> None:

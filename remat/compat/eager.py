@@ -29,6 +29,7 @@ __all__ = [
     "Reference",
     "jaxpr_function",
     "equation_structure",
+    "found_by_debug_nans",
     "reference_of",
     "structure_of",
     "untraced",
@@ -196,6 +197,16 @@ def jaxpr_function(closed: Any, kept: Sequence[int]) -> Callable[..., list[Any]]
         return [results[i] for i in kept]
 
     return run
+
+
+def found_by_debug_nans(error: Exception) -> str | None:
+    """Returns "nan" or "inf" if an error is what a compiled program raises under `jax.debug_nans`, else None.
+
+    jax makes a `FloatingPointError` of it where it runs a program itself.
+    """
+    return (
+        getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
+    )
 
 
 def equation_structure(eqn: Any) -> Any:

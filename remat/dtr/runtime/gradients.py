@@ -151,7 +151,7 @@ def value_and_grad(
             out, pullback, aux = _forward(
                 interpreter, _function_of(fun, args, kwargs, numbers), chosen, has_aux
             )
-            one = np.ones((), _dtype_of_value(out, holomorphic))
+            one = _one(out, _dtype_of_value(out, holomorphic))
             gradients = _backward(machine, interpreter, [pullback.pop()], one)
             gradient = gradients[0] if isinstance(argnums, Integral) else gradients
             results = _arrays(machine, ((out, aux) if has_aux else out, gradient))
@@ -249,6 +249,7 @@ def vjp(
         raise
 
     def pull(cotangents: Any) -> Any:
+        _check_concrete(cotangents)
         with lock:
             try:
                 found = _backward(machine, interpreter, list(pullback), cotangents)
@@ -463,6 +464,13 @@ def _dtype_of_value(out: Any, holomorphic: bool) -> Any:
             f"type {dtype}; holomorphic={holomorphic}"
         )
     return dtype
+
+
+def _one(out: Any, dtype: Any) -> Any:
+    """The cotangent of a result: of a weak type, as that of a Python number is, if the result is."""
+    number = 1 + 0j if jnp.issubdtype(dtype, jnp.complexfloating) else 1.0
+    is_weak = getattr(jax.typeof(out), "weak_type", False)
+    return number if is_weak and jax.typeof(number).dtype == dtype else np.ones((), dtype)
 
 
 def _check_concrete(tree: Any) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import jax
@@ -89,7 +89,8 @@ class Machine:
     def run(self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
         """Runs a primitive on references and plain values."""
         key = (primitive, compat.structure_of(params))
-        return self._run(primitive.name, key, lambda: compat.bound(primitive, params), operands)
+        name = _name_of(primitive, params)
+        return self._run(name, key, lambda: compat.bound(primitive, params), operands)
 
     def run_equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         """Runs an equation on references and plain values."""
@@ -98,7 +99,7 @@ class Machine:
             return compat.evaluate_equation(eqn, arrays)
 
         key = compat.equation_structure(eqn)
-        return self._run(eqn.primitive.name, key, lambda: function, operands)
+        return self._run(_name_of(eqn.primitive, eqn.params), key, lambda: function, operands)
 
     def run_group(self, group: Group, operands: Sequence[Any]) -> list[Any]:
         """Runs equations as one operator, on references and plain values."""
@@ -303,7 +304,10 @@ class Machine:
         arrays = [x.array if isinstance(x, Storage) else x for x in call.operands]
         # jax runs no compiled program under `jax.disable_jit`.
         is_disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-        with jax.disable_jit(False) if is_disabled else nullcontext():
+        with (
+            jax.disable_jit(False) if is_disabled else nullcontext(),
+            _naming(operator.name),
+        ):
             if self._costs == "measured":
                 results, cost = operator.timed(arrays)
                 self._learn(call, cost)
@@ -483,6 +487,23 @@ class Machine:
             self._moves.append(move)
         if self._on_move is not None:
             self._on_move(move)
+
+
+def _name_of(primitive: Any, params: Mapping[str, Any]) -> str:
+    is_jitted = primitive.name in ("jit", "pjit") and params.get("name")
+    return f"{primitive.name}:{params['name']}" if is_jitted else primitive.name
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Says which operator, by name, `jax.debug_nans` or `jax.debug_infs` is about, in the words of jax."""
+    try:
+        yield
+    except Exception as error:
+        found = compat.found_by_debug_nans(error)
+        if found is None:
+            raise
+        raise FloatingPointError(f"invalid value ({found}) encountered in {name}") from error
 
 
 def _held(operand: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -127,7 +127,7 @@ class Operators:
         """Returns an operator, and whether it was compiled for it.
 
         Args:
-            name: of its primitive.
+            name: of its primitive, or of the jitted function.
             key: what it does.
             function: makes it, as a function of arrays that returns several.
             specs: of its operands.
@@ -155,22 +155,39 @@ def _compile(name: str, function: Callable[..., Sequence[Any]], specs: Sequence[
     closed = jax.make_jaxpr(function)(*shapes)
     jaxpr, _ = compat.open_jaxpr(closed)
     places, kept = _places(jaxpr, specs)
-    with jax.disable_jit(False):  # an operator is a program even where the user wants no others
-        compiled = jax.jit(compat.jaxpr_function(closed, kept)).lower(*shapes).compile()
+    function = compat.jaxpr_function(closed, kept)
     avals = tuple(jaxpr.outvars[i].aval for i in kept)
-    shardings = tuple(compiled.output_shardings)
-    inner = next((eqn.params["name"] for eqn in jaxpr.eqns if "name" in eqn.params), None)
+    if name == "device_put":
+        # A compiled program runs on the devices of its operands: what moves an array is no program.
+        run: Callable[..., Sequence[Any]] = function
+        devices = [_target(jaxpr.eqns[0].params["devices"][i], specs[i]) for i in kept]
+        temp_bytes, analysis = 0, {}
+    else:
+        with jax.disable_jit(False):  # an operator is a program even where the user wants no others
+            run = compiled = jax.jit(function).lower(*shapes).compile()
+        devices = list(compiled.output_shardings)
+        temp_bytes = int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0) or 0)
+        analysis = compiled.cost_analysis() or {}
     return Operator(
-        name=f"{name}:{inner}" if name in ("jit", "pjit") and inner else name,
-        run=compiled,
+        name=name,
+        run=run,
         places=places,
         avals=avals,
-        out_bytes=tuple(map(_bytes, avals, shardings)),
-        temp_bytes=int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0) or 0),
-        cost=_roofline(compiled, [spec.aval for spec in specs], avals),
+        out_bytes=tuple(map(_bytes, avals, devices)),
+        temp_bytes=temp_bytes,
+        cost=_roofline(analysis, [spec.aval for spec in specs], avals),
         is_pure=_may_repeat(jaxpr),
-        on_host=_platform(shardings) == "cpu",
+        on_host=_platform(devices) == "cpu",
     )
+
+
+def _target(device: Any, operand: Spec) -> jax.sharding.Sharding:
+    """Where `jax.device_put` puts an operand; of a kind of memory, or nothing, where it is."""
+    if isinstance(device, jax.sharding.Sharding):
+        return device
+    if isinstance(device, jax.Device):
+        return jax.sharding.SingleDeviceSharding(device)
+    return operand.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def _places(jaxpr: Any, specs: Sequence[Spec]) -> tuple[tuple[int | np.ndarray, ...], list[int]]:
@@ -228,9 +245,10 @@ def array_bytes(array: jax.Array) -> int:
     return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
-def _roofline(compiled: Any, operands: Sequence[Any], results: Sequence[Any]) -> int:
+def _roofline(
+    analysis: Mapping[str, float], operands: Sequence[Any], results: Sequence[Any]
+) -> int:
     """Nanoseconds by the compiler's count of operations and bytes, at the peak rates of the device."""
-    analysis = compiled.cost_analysis() or {}
     moved = analysis.get("bytes accessed", sum(map(aval_bytes, (*operands, *results))))
     device = device_of_kind(jax.devices()[0].device_kind) or CPU
     flops = max(0.0, analysis.get("flops", 0.0))

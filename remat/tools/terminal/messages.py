@@ -90,7 +90,11 @@ def interrupted(what: str = "") -> int:
 
 def _split(text: str) -> tuple[str, str]:
     """What happened, and what the message says besides."""
-    turn = _TURN.search(text)
+    turns = _TURN.finditer(text)
+    # Not inside of brackets, which would be torn apart.
+    turn = next(
+        (t for t in turns if text.count("(", 0, t.start()) == text.count(")", 0, t.start())), None
+    )
     return (text[: turn.start()], text[turn.end() :]) if turn else (text, "")
 
 
