@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from remat import compat
 from remat.core.errors import TraceError, shown
 from remat.trace.leaks import check_holds_no_tracers
 
@@ -122,7 +123,7 @@ def split_results(results: Any, is_traced: Filter | None = None) -> tuple[list[A
 
 def _unhashable(name: int | str, value: Any) -> str:
     """What to say of a static argument without a hash."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+    if any(map(compat.is_tracer, jax.tree.leaves(value))):
         return (
             f"static argument {name!r} is traced by jax: it is differentiated, batched, or an argument of a "
             "function under jax.jit. A static argument is a value that planning may look at. Leave it out of "
