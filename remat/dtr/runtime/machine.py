@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
@@ -304,15 +304,18 @@ class Machine:
         arrays = [x.array if isinstance(x, Storage) else x for x in call.operands]
         # jax runs no compiled program under `jax.disable_jit`.
         is_disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-        with (
-            jax.disable_jit(False) if is_disabled else nullcontext(),
-            _naming(operator.name),
-        ):
-            if self._costs == "measured":
-                results, cost = operator.timed(arrays)
-                self._learn(call, cost)
-            else:
-                results = operator.run(*arrays)
+        with jax.disable_jit(False) if is_disabled else nullcontext():
+            try:
+                if self._costs == "measured":
+                    results, cost = operator.timed(arrays)
+                    self._learn(call, cost)
+                else:
+                    results = operator.run(*arrays)
+            except Exception as error:
+                if (found := compat.found_by_debug_nans(error)) is None:
+                    raise
+                message = f"invalid value ({found}) encountered in {operator.name}"
+                raise FloatingPointError(message) from error
         if self._costs != "measured" and self._limit is not None and operator.on_host:
             jax.block_until_ready(
                 results
@@ -492,18 +495,6 @@ class Machine:
 def _name_of(primitive: Any, params: Mapping[str, Any]) -> str:
     is_jitted = primitive.name in ("jit", "pjit") and params.get("name")
     return f"{primitive.name}:{params['name']}" if is_jitted else primitive.name
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Says which operator, by name, `jax.debug_nans` or `jax.debug_infs` is about, in the words of jax."""
-    try:
-        yield
-    except Exception as error:
-        found = compat.found_by_debug_nans(error)
-        if found is None:
-            raise
-        raise FloatingPointError(f"invalid value ({found}) encountered in {name}") from error
 
 
 def _held(operand: Any) -> Any:
